@@ -90,6 +90,8 @@ def run(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
     )
     check_objective(config, program.objective)
+    if parts.moments is not None:
+        parts.moments.check()
     budget = parts.budget(job.host_of)
     if budget is not None and "memory" not in config.override:
         budget.check()

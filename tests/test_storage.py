@@ -190,6 +190,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 # Modules that open other files, none of them in a run directory, and a description of these files.
 OTHER_FILES = {
     "core/trials.py": "verdicts of trials next to the compilation cache, never a run directory",
+    "checkpoint/moment_files.py": "moments on the user's local disk, outside of run directories",
     "runtime/storage": "the room itself",
     "__main__.py": "the package's own sources, for the list of commands",
     "settings/sources.py": "looks for the user's TOML files",

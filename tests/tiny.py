@@ -23,7 +23,7 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
-from jaxdist.core.state import TrainState, make_state, state_shardings
+from jaxdist.core.state import TrainState, make_state, state_shardings, without_moments
 from jaxdist.core.step import Optimizer, Step, TrainConfig, make_step
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import (
@@ -31,6 +31,7 @@ from jaxdist.core.types import (
     Context,
     Model,
     Objective,
+    Offload,
     Params,
     Sums,
     TokenHead,
@@ -332,6 +333,7 @@ def step_of(
     axes: Params | None = None,
     objective: Objective | None = None,
     layer_statistics_steps: int = 0,
+    store: Any = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
     """Return the step of a case and an initial state with its layout.
@@ -341,7 +343,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm, ema_decay: as in `Optimizer`.
-        layer_statistics_steps: as in `make_step`.
+        layer_statistics_steps, store: as in `make_step`.
         axes: records of the parameters, those of the model by default.
         objective: that of the model by default.
         changes: other fields of `TrainConfig`.
@@ -358,12 +360,13 @@ def step_of(
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
         layer_statistics_steps,
+        store,
     )
     state = place_state(
         case,
         rule=rule,
         loss_scale=loss_scale,
-        offload=config.offload_optimizer == "host",
+        offload=config.offload,
         has_ema=bool(ema_decay),
     )
     return step, state
@@ -374,15 +377,18 @@ def place_state(
     *,
     rule: optax.GradientTransformation | None = None,
     loss_scale: dict[str, Any] | None = None,
-    offload: bool = False,
+    offload: Offload = "none",
     has_ema: bool = False,
 ) -> TrainState:
     """Return the initial state with the layout of a case."""
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     start, loss_scale = initial_state(case.model), loss_scale or {}
+    opt_state = jax.jit(rule.init)(start.params)
+    if offload == "disk":
+        opt_state = without_moments(rule, opt_state, start.params)
     state = dataclasses.replace(
         start,
-        opt_state=jax.jit(rule.init)(start.params),
+        opt_state=opt_state,
         loss_scale=loss_scale,
         ema_params=start.params if has_ema else {},
     )

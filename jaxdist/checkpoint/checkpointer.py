@@ -25,6 +25,7 @@ from jaxdist.checkpoint.local import lineage
 from jaxdist.checkpoint.local.copies import Survivable
 from jaxdist.checkpoint.local.tier import LocalTier
 from jaxdist.checkpoint.lock import DirectoryLock
+from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
@@ -112,6 +113,7 @@ class Checkpointer:
         due: Due = "",
         force: bool = False,
         metrics: dict[str, float] | None = None,
+        moments: MomentFiles | None = None,
     ) -> None:
         """Save the state of `step`; blocks only while arrays are copied to the host.
 
@@ -128,6 +130,7 @@ class Checkpointer:
                 `checkpoint.local_dir` only and ignores `force`.
             force: return only after the save is committed or has failed (preemption, last step).
             metrics: evaluation metrics at this step, for `keep_best`.
+            moments: the moments that are in files and not in `state`.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -138,7 +141,8 @@ class Checkpointer:
         if self._local is not None:
             self._local.begin()
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._saver.start(step, state, meta, numbers, halfway=due == "halfway")
+        halfway = due == "halfway"
+        self._saver.start(step, state, meta, numbers, halfway=halfway, moments=moments)
         if force or not self.config.in_background:
             self._saver.wait()
 

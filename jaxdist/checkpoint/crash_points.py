@@ -20,6 +20,7 @@ CrashPoint = Literal[
     "during_retention",  # an old checkpoint has lost its manifest, not its other files
     "during_mark",  # a checkpoint was found corrupt and is not marked yet
     "during_restore",  # the arrays are read and not yet returned to the run
+    "during_moments",  # new moments of a group are on the disk, and have not replaced the old ones
 ]
 POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
 

@@ -29,6 +29,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
+from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -80,10 +81,12 @@ class Saver:
         metrics: dict[str, float],
         *,
         halfway: bool = False,
+        moments: MomentFiles | None = None,
     ) -> None:
         """Wait for the previous save, then start one.
 
-        A `halfway` save is deleted after the next save is committed.
+        A `halfway` save is deleted after the next save is committed. `moments` are the moments that
+        are in files and not in `state`.
         """
         leaves = pytree.leaves_of(state)
         # Copy `meta`, and raise here, once, if it is not JSON.
@@ -91,7 +94,7 @@ class Saver:
         outcome = Outcome(step, halfway=halfway, waited_s=self.wait())
         begin = time.perf_counter()
         with _prompt_thread_switches():
-            document = self._start(step, leaves, meta, outcome)
+            document = self._start(step, leaves, meta, outcome, moments)
             if document is None:
                 return
             outcome.blocked_s = time.perf_counter() - begin
@@ -144,7 +147,7 @@ class Saver:
             saved[step] = Saved(body["metrics"], body["halfway"])
         return saved
 
-    def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
+    def _prepare(self, step: int, num_bytes: int, unreachable: list[str]) -> bool:
         """On process 0: free space and check preconditions; False if `step` is already saved."""
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
@@ -159,7 +162,7 @@ class Saver:
             except ValueError as reason:
                 manifest.delete(path)
                 self._events.log(f"checkpoint {step} is replaced by this save: {reason}")
-        self.check_room(sum(leaf.num_bytes for leaf in leaves))
+        self.check_room(num_bytes)
         return True
 
     def _why_unreachable(self) -> str:
@@ -195,12 +198,19 @@ class Saver:
         self.resumed_from = None
 
     def _start(
-        self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
+        self,
+        step: int,
+        leaves: list[pytree.Leaf],
+        meta: dict[str, Any],
+        outcome: Outcome,
+        moments: MomentFiles | None,
     ) -> Callable[[], dict[str, Any]] | None:
         """Start a save; return the result of `_begin`, None if already saved or failed."""
         try:
+            num_bytes = sum(leaf.num_bytes for leaf in leaves)
+            num_bytes += 0 if moments is None else moments.num_bytes
             # If one host lost its mount, its save would fail inside Orbax and others would hang.
-            prepare = lambda unreachable: self._prepare(step, leaves, unreachable)
+            prepare = lambda unreachable: self._prepare(step, num_bytes, unreachable)
             if not self._group.decide_from(self._why_unreachable(), prepare):
                 self._events.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
@@ -208,12 +218,19 @@ class Saver:
         except Exception as error:  # raised by process 0, so equal on all processes
             outcome.error = one_line(error)
             return dict
-        return self._begin(step, leaves, meta, outcome)
+        return self._begin(step, leaves, meta, outcome, moments)
 
     def _begin(
-        self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
+        self,
+        step: int,
+        leaves: list[pytree.Leaf],
+        meta: dict[str, Any],
+        outcome: Outcome,
+        moments: MomentFiles | None,
     ) -> Callable[[], dict[str, Any]]:
         """Start writing; return a function that waits for the checksums and returns the document.
+
+        That function also copies `moments` to the checkpoint.
 
         In a job of several processes a failure raises `CheckpointError`, because only the exit of
         this process unblocks the others.
@@ -222,13 +239,21 @@ class Saver:
             arrays = [pytree.plain(leaf) for leaf in leaves]
             described = pytree.describe(leaves, arrays)
             crash_point("before_arrays")
+            snapshot = None if moments is None else moments.snapshot(step)
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
             checksums = start_checksums(
                 arrays
             )  # after the copy, because checksums would delay it on CPU devices
             crash_point("during_arrays")
-            complete = lambda: pytree.with_checksums(described, checksums())
-            return lambda: {"step": step, "meta": meta, "arrays": complete()}
+
+            def document() -> dict[str, Any]:
+                arrays = pytree.with_checksums(described, checksums())
+                body = {"step": step, "meta": meta, "arrays": arrays}
+                if snapshot is not None:
+                    snapshot.add_to(self._directory / step, body)
+                return body
+
+            return document
         except Exception as error:
             outcome.error = one_line(error)
             if self._group.num_processes > 1:

@@ -11,5 +11,6 @@ from jaxdist.config.command_line import (
     settings_of_run,
     stored_run,
 )
-from jaxdist.config.elastic import fit_devices, legal_sizes
+from jaxdist.config.elastic import fit_device_list, fit_devices, legal_sizes
+from jaxdist.config.offload import offload_process_problems
 from jaxdist.config.run_config import RunConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
@@ -45,6 +46,28 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
     adapted = _with_batches(config, full, spec, model)
     mesh = dataclasses.replace(config.mesh, shape=str(spec))
     return dataclasses.replace(adapted, mesh=mesh)
+
+
+def fit_device_list(
+    config: RunConfig, devices: Sequence[Any], model: Model
+) -> tuple[RunConfig, Sequence[Any]]:
+    """Return the settings and the devices with which a run continues; see `fit_devices`."""
+    fitted = fit_devices(config, len(devices), model)
+    if fitted is config:
+        return config, devices
+    assert fitted.mesh.spec is not None
+    used = fitted.mesh.spec.num_devices
+    num_processes = len({device.process_index for device in devices})
+    if used < len(devices) and num_processes > 1:  # a process without a device cannot participate
+        each = len(devices) // num_processes
+        legal = legal_sizes(config, model)
+        count = max((n for n in range(1, num_processes) if n * each in legal), default=1)
+        raise ConfigError(
+            f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
+            f"devices of {num_processes} processes, but a job of several processes needs all its "
+            f"devices. Start {count}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
+        )
+    return fitted, devices[:used]
 
 
 def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.config.offload import offload_mesh_problems, offload_problems
 from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.core.axis import Workload
 from jaxdist.core.mesh import MeshSpec, in_devices
@@ -161,7 +162,7 @@ class RunConfig:
             return problems
         if any(problems_of(sections[name], name) for name in sections):
             return problems
-        problems += self._lora_problems() + self._data_problems()
+        problems += self._lora_problems() + self._data_problems() + offload_problems(self)
         problems += self.objective.run_problems(
             records=self.data.records,
             reads=self.model.reads,
@@ -241,7 +242,8 @@ class RunConfig:
             context_len=self.train.seq_len if source.context_parallel else None,
             attention_dropout=source.attention_call.dropout,
         )
-        return [*mesh_problems(spec, workload), *self._eval_problems(spec, workload)]
+        problems = [*mesh_problems(spec, workload), *offload_mesh_problems(self, spec)]
+        return [*problems, *self._eval_problems(spec, workload)]
 
     def _eval_problems(self, spec: MeshSpec, workload: Workload) -> list[str]:
         """Report an evaluation batch that would split an example between replicas."""

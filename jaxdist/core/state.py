@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Array, Model, Params
+from jaxdist.core.types import Array, Model, Offload, Params
 from jaxdist.core.weights import GROUPS, merged, trained
 
 
@@ -28,7 +28,8 @@ class TrainState:
         step: int32 [], number of completed optimizer steps.
         params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
         ema_params: moving average of trained `params`, None for frozen ones; {} without EMA.
-        opt_state: optax state; leaves with parameter shapes are laid out by `Layout.moment_specs`.
+        opt_state: optax state; leaves with parameter shapes are laid out by `Layout.moment_specs`,
+            or None if they are on a disk.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run; each step folds in its index, and the key itself never changes.
     """
@@ -58,17 +59,18 @@ def init_state(
     *,
     seed: int,
     loss_scale: dict[str, Array],
-    offload: bool = False,
+    offload: Offload = "none",
     has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
     """Return a new state; every shard is created on its device.
 
-    Parameters and random bits depend only on `seed`. `offload` stores optimizer state with
-    parameter shapes in host memory. `has_ema` adds an EMA that starts as a copy of the parameters.
-    `params`, laid out by `layout`, replace random ones; they are donated. `loss_scale`: {} or 2 [].
+    Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
+    shapes to host memory ("host"), or leaves it out ("disk"). `has_ema` adds an EMA that starts as
+    a copy of the parameters. `params`, laid out by `layout`, replace random ones; they are donated.
+    `loss_scale`: {} or 2 [].
     """
-    make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
+    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
     shardings = state_shardings(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
     )
@@ -82,11 +84,11 @@ def abstract_state(
     layout: Layout,
     *,
     loss_scale: dict[str, Array],
-    offload: bool = False,
+    offload: Offload = "none",
     has_ema: bool = False,
 ) -> TrainState:
     """Return the state as `ShapeDtypeStruct`s with shardings; `loss_scale` is {} or two []."""
-    make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
+    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
@@ -101,6 +103,7 @@ def make_state(
     optimizer: optax.GradientTransformation,
     loss_scale: dict[str, Array],
     *,
+    offload: Offload = "none",
     has_ema: bool = False,
 ) -> Any:
     """Make the pure function (seed, params=random) -> TrainState; layers are [layers, ...]."""
@@ -108,10 +111,13 @@ def make_state(
     def make(seed: int, params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
         params = model.init(init_key) if params is None else params
+        opt_state = optimizer.init(trained(params, model.axes))
+        if offload == "disk":
+            opt_state = without_moments(optimizer, opt_state, trained(params, model.axes))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=optimizer.init(trained(params, model.axes)),
+            opt_state=opt_state,
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             key=run_key,
             ema_params=copy_params(trained(params, model.axes)) if has_ema else {},
@@ -131,7 +137,7 @@ def state_shardings(
     layout: Layout,
     *,
     loss_scale: dict[str, Array],
-    offload: bool = False,
+    offload: Offload = "none",
     has_ema: bool = False,
 ) -> TrainState:
     """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated."""
@@ -152,7 +158,7 @@ def opt_shardings(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     *,
-    offload: bool = False,
+    offload: Offload = "none",
 ) -> Any:
     """Return shardings of the optimizer state.
 
@@ -166,9 +172,9 @@ def opt_shardings(
     def leaf(moment: Any, param: Any, spec: P) -> Any:
         fits = param is not None and moment.ndim == param.ndim
         spec = layout.divisible(spec, moment.shape) if fits else P()
-        return layout.sharding(spec, "pinned_host" if offload else None)
+        return layout.sharding(spec, "pinned_host" if offload == "host" else None)
 
-    return optax.tree_utils.tree_map_params(
+    shardings = optax.tree_utils.tree_map_params(
         optimizer,
         leaf,
         opt_state,
@@ -177,3 +183,28 @@ def opt_shardings(
         transform_non_params=lambda _: layout.sharding(P()),
         is_leaf=lambda x: isinstance(x, P),
     )
+    if offload != "disk":
+        return shardings
+    indices = moment_params(optimizer, opt_state, params)
+    return jax.tree.map(lambda index, s: None if index >= 0 else s, indices, shardings)
+
+
+def moment_params(optimizer: optax.GradientTransformation, opt_state: Any, params: Params) -> Any:
+    """Return a tree like the optimizer state: of each leaf [...], the index of its parameter.
+
+    The index counts the leaves of the trained `params`; it is -1 for leaves of another shape.
+    """
+    indices = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
+
+    def leaf(moment: Any, param: Any, index: Any) -> int:
+        return index if param is not None and moment.shape == param.shape else -1
+
+    return optax.tree_utils.tree_map_params(
+        optimizer, leaf, opt_state, params, indices, transform_non_params=lambda _: -1
+    )
+
+
+def without_moments(optimizer: optax.GradientTransformation, opt_state: Any, params: Params) -> Any:
+    """Return the optimizer state with None in place of the leaves [...] of a parameter's shape."""
+    indices = moment_params(optimizer, opt_state, params)
+    return jax.tree.map(lambda index, x: None if index >= 0 else x, indices, opt_state)

@@ -27,7 +27,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import AttentionCall, Model
+from jaxdist.core.types import AttentionCall, Model, Offload
 from jaxdist.hardware import GPUS, gpu_of
 from jaxdist.settings import ConfigError
 
@@ -128,7 +128,7 @@ class StepPlan:
     gradient_barrier: bool
     avoids_donation_copies: bool
     orders_collectives: bool
-    offload_optimizer: str
+    offload_optimizer: Offload
     avoids_zeroed_buffers: bool
     memory_bytes: int
     reasons: Mapping[str, str]
@@ -246,7 +246,7 @@ def plan_step(
         # would need another collective.
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
-        offload_optimizer=train.offload_optimizer,
+        offload_optimizer=train.offload,
         avoids_zeroed_buffers=on_gpu,
         memory_bytes=0 if gpu is None else gpu.memory_bytes,
         reasons=reasons,

@@ -85,6 +85,7 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
 Update: TypeAlias = Literal["gradient", "statistic", "increment", "none"]
+Offload: TypeAlias = Literal["none", "host", "disk"]
 
 
 class Dims(tuple[str | None, ...]):

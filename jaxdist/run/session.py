@@ -100,6 +100,7 @@ class Session:
         resilience = self.config.resilience
         with contextlib.ExitStack() as stack:
             stack.callback(run.discard)
+            stack.callback(self._discard_moments)  # after the last save
             self.watchdog = Watchdog(
                 resilience, run.logs, process=job.process_id, num_processes=job.num_processes
             )
@@ -169,6 +170,10 @@ class Session:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def _discard_moments(self) -> None:
+        if self.parts.moments is not None:
+            self.parts.moments.close()
 
     def _commit(self, program: Program, job: runtime.JoinedJob) -> None:
         """Write to the run directory, now that no check can reject this start."""
@@ -349,7 +354,10 @@ class Session:
             if self.parts.base:
                 meta["base"] = self.parts.base
             state = self.parts.in_model_order(self.parts.without_base(self.state))
-            self.checkpointer.save(self.step, state, meta, due=due, force=force, metrics=metrics)
+            moments = self.parts.moments
+            self.checkpointer.save(
+                self.step, state, meta, due=due, force=force, metrics=metrics, moments=moments
+            )
         self.forward_events()
 
     def roll_back(self, rollback: Rollback) -> None:

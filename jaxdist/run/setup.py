@@ -19,8 +19,10 @@ from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer, manifest
 from jaxdist.checkpoint.checksum import digest_of
 from jaxdist.checkpoint.manifest import named_step
+from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
-from jaxdist.config import RunConfig, fit_devices, legal_sizes, parse_run
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import RunConfig, fit_device_list, offload_process_problems, parse_run
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
 from jaxdist.core.attention.kernel_check import KernelCheck
@@ -34,6 +36,7 @@ from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Optimizer, Step, make_step
+from jaxdist.core.step.grouped_update import plan_groups
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_example
@@ -120,9 +123,19 @@ class Parts:
             self.plan,
             self.config.monitoring.layer_statistics_steps,
             num_row_losses=self.config.num_row_losses if self.unit == "tokens" else 0,
+            store=self.moments,
         )
         evaluate = lambda params, batch: step.evaluate(params, self.teacher(batch))
         return dataclasses.replace(step, evaluate=evaluate)
+
+    @functools.cached_property
+    def moments(self) -> MomentFiles | None:
+        """The moments on a disk, without files until a state is made; else None."""
+        if self.config.train.offload != "disk":
+            return None
+        options = {**self._state_options, "offload": "none"}
+        groups = plan_groups(self.model, self.optimizer, self.layout, **options)
+        return MomentFiles.of(groups, self.config.train.offload_directory)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
         """Estimate the memory of one GPU; None on CPUs. `host_of` is as in `assemble`."""
@@ -190,6 +203,8 @@ class Parts:
         )
         if self.has_adapters:
             self.base["digest"] = self._base_digest(state.params)
+        if self.moments is not None:
+            self.moments.fill_zeros()
         return self.in_execution_order(state)
 
     def abstract_state(self) -> TrainState:
@@ -200,7 +215,7 @@ class Parts:
     def _state_options(self) -> dict[str, Any]:
         return {
             "loss_scale": self.loss_scale,
-            "offload": self.config.train.offload_optimizer == "host",
+            "offload": self.config.train.offload,
             "has_ema": bool(self.config.optim.ema_decay),
         }
 
@@ -214,7 +229,10 @@ class Parts:
         adapters, the frozen weights are loaded from `init_from` again.
         """
         target = self.without_base(self.abstract_state())
-        state, meta, step = checkpointer.restore(target, step=step, optional=OPTIONAL)
+        on_disk = () if self.moments is None else [leaf.name for leaf in self.moments.leaves]
+        state, meta, step = checkpointer.restore(target, step=step, optional=[*OPTIONAL, *on_disk])
+        if self.moments is not None:
+            self.moments.load(StoredArrays(checkpointer.directory / step), step)
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
         if not target.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
             log.info("the EMA of checkpoint %d is dropped (optim.ema_decay=0)", step)
@@ -398,7 +416,7 @@ def assemble(
     if objective := objective or config.make_objective():
         model = dataclasses.replace(model, objective=objective)
     original, num_devices = config, len(devices)
-    config, devices = _fit_devices(original, devices, model)
+    config, devices = fit_device_list(original, devices, model)
     spec, reason = config.choose_mesh(
         len(devices),
         model=model,
@@ -411,7 +429,9 @@ def assemble(
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
     loss_scale = initial_loss_scale(config.precision.resolve(platform))
-    problems = optim.frozen_problems(config.optim, model.axes)
+    num_processes = len({device.process_index for device in devices})
+    problems = offload_process_problems(config, num_processes)
+    problems += optim.frozen_problems(config.optim, model.axes)
     problems += optim.group_problems(config.optim, model.axes)
     problems += matmul.problems(
         config.precision.matmul_dtype,
@@ -447,27 +467,6 @@ def assemble(
         num_params=num_all,
         packed=config.data.packs_documents,
     )
-
-
-def _fit_devices(
-    config: RunConfig, devices: Sequence[Any], model: Model
-) -> tuple[RunConfig, Sequence[Any]]:
-    fitted = fit_devices(config, len(devices), model)
-    if fitted is config:
-        return config, devices
-    assert fitted.mesh.spec is not None
-    used = fitted.mesh.spec.num_devices
-    num_processes = len({device.process_index for device in devices})
-    if used < len(devices) and num_processes > 1:  # a process without a device cannot participate
-        each = len(devices) // num_processes
-        legal = legal_sizes(config, model)
-        count = max((n for n in range(1, num_processes) if n * each in legal), default=1)
-        raise ConfigError(
-            f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
-            f"devices of {num_processes} processes, but a job of several processes needs all its "
-            f"devices. Start {count}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
-        )
-    return fitted, devices[:used]
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:

@@ -225,7 +225,7 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
     """Return whether the state arrays of these settings differ from the checkpoint's."""
     built = lambda c: (c.model, c.lora, c.train.seq_len, c.optim.freeze)
-    train = dataclasses.replace(config.train, num_microbatches=0)
+    train = dataclasses.replace(config.train, num_microbatches=0, offload_optimizer="none")
     config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)
     try:
         model = parts.model if built(config) == built(parts.config) else None

@@ -118,7 +118,7 @@ def _host_bytes(parts: Any) -> int:
     The devices of a topology have no host memory, so all state is compiled as device memory. In a
     run the copy for the update fits into memory that is free by then.
     """
-    if parts.config.train.offload_optimizer == "none":
+    if parts.config.train.offload == "none":
         return 0
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

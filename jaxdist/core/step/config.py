@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
+from jaxdist.core.types import Offload
 from jaxdist.settings import setting
 
 
@@ -58,9 +60,20 @@ class TrainConfig:
     )
     offload_optimizer: str = setting(
         "none",
-        "keep optimizer moments outside GPU memory: none, or host = in host memory",
+        "keep optimizer moments outside GPU memory: host = in host memory, disk:/DIR = in files of "
+        "a local disk (adamw, sgd, lion); none = in GPU memory",
         switch=("none", "host"),
     )
+
+    @property
+    def offload(self) -> Offload:
+        """Return where the moments are between two steps."""
+        return self.offload_optimizer.partition(":")[0]  # type: ignore[return-value]  # checked
+
+    @property
+    def offload_directory(self) -> str:
+        """Return the directory of disk:/DIR; "" otherwise."""
+        return self.offload_optimizer.partition(":")[2]
 
     @property
     def accumulation(self) -> int:
@@ -70,9 +83,11 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Return every violated rule of this section."""
         problems = []
-        if self.offload_optimizer not in ("none", "host"):
+        if not re.fullmatch("none|host|disk:/.*", self.offload_optimizer):
             problems.append(
-                f"train.offload_optimizer={self.offload_optimizer!r} is unknown. Use none or host."
+                f"train.offload_optimizer={self.offload_optimizer!r} is not none, host or "
+                "disk:/DIR. Use one of these; /DIR is an existing directory of a local disk, e.g. "
+                "disk:/nvme."
             )
         kind, _, names = self.remat.partition(":")
         if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_
 from jaxdist.core.step import layer_statistics, statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
+from jaxdist.core.step.grouped_update import Decision, GroupedTrain, Store, plan_groups
 from jaxdist.core.step.model_context import make_context
 from jaxdist.core.step.row_logps import ROW_SUMS, make_prepare, with_row_losses
 from jaxdist.core.step_plan import StepPlan
@@ -82,19 +84,21 @@ def make_step(
     layer_statistics_steps: int = 0,
     *,
     num_row_losses: int = 0,
+    store: Store | None = None,
 ) -> Step:
     """Build the step for a model, objective, optimizer and layout; compiles nothing yet.
 
     With `layer_statistics_steps`, the metrics of every step at this interval have
     `layer_statistics` (`step/layer_statistics.py`). `num_row_losses` are the rows of a batch if the
     metrics have loss and weight of each (`with_row_losses`), else 0.
+    `store` has the moments if they are on a disk.
     """
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule = optimizer.rule
     kept: dict[str, Any] = dict(
         loss_scale=initial_loss_scale(plan.compute_dtype),
-        offload=plan.offload_optimizer == "host",
+        offload=plan.offload_optimizer,
         has_ema=bool(optimizer.ema_decay),
     )
     shardings = state_shardings(model, rule, layout, **kept)
@@ -118,29 +122,41 @@ def make_step(
         """Return the sums of a global batch [rows, ...], float32 [] each."""
         return sums_of(params, prepare(params, batch))
 
-    train = _make_train(
+    begin = _make_begin(
         lambda params, batch, *rest: value_and_grad(params, prepare(params, batch), *rest),
-        make_update(model, rule, layout, optimizer.max_grad_norm),
         optimizer.schedule,
-        measure if layer_statistics_steps else None,
-        ema_decay=optimizer.ema_decay,
-        fetched_to=opt_shardings(model, rule, layout) if kept["offload"] else None,
-        avoid_donation_copies=plan.avoids_donation_copies,
     )
-    batch_sharding = layout.sharding(layout.batch_spec())
+    update = make_update(model, rule, layout, optimizer.max_grad_norm)
+    average = functools.partial(move_average, decay=optimizer.ema_decay)
     replicated = layout.sharding(P())
+    compile_for: dict[str, Any] = dict(
+        in_shardings=(shardings, None, replicated),  # leaves of a batch have different shardings
+        compiler_options={option.name: option.value for option in options} or None,
+    )
+    train: Any
+    if plan.offload_optimizer == "disk":
+        assert store is not None
+        grads = layout.shardings(layout.moment_specs(trained(model.axes, model.axes)))
+        gradients = jax.jit(begin, out_shardings=(grads, *[replicated] * 3), **compile_for)
+        groups = plan_groups(model, rule, layout, **{**kept, "offload": "none"})
+        in_order = plan.orders_collectives
+        train = GroupedTrain(
+            groups, store, gradients, update, average, model.axes, one_at_a_time=in_order
+        )
+    else:
+        train = _make_train(
+            begin,
+            update,
+            measure if layer_statistics_steps else None,
+            average,
+            fetched_to=opt_shardings(model, rule, layout) if kept["offload"] == "host" else None,
+            avoid_donation_copies=plan.avoids_donation_copies,
+        )
+        outputs = (shardings, replicated)
+        train = jax.jit(train, donate_argnums=0, out_shardings=outputs, **compile_for)
+    batch_sharding = layout.sharding(layout.batch_spec())
     return Step(
-        train=jax.jit(
-            train,
-            donate_argnums=0,
-            in_shardings=(
-                shardings,
-                None,
-                replicated,
-            ),  # leaves of a batch have different shardings
-            out_shardings=(shardings, replicated),
-            compiler_options={option.name: option.value for option in options} or None,
-        ),
+        train=train,
         evaluate=jax.jit(
             evaluate,
             in_shardings=(shardings.params, None),
@@ -152,17 +168,59 @@ def make_step(
     )
 
 
+def _make_begin(
+    gradients: Callable[..., tuple[Sums, Params, Array]], schedule: Callable[[Array], Array]
+) -> Callable[[TrainState, Batch, Array], tuple[Params, Decision, dict[str, Any], Metrics]]:
+    """Make the part of a step before the update: gradients and the decision to apply it.
+
+    Returns (state, batch [global_batch_size, ...], limit float32 []) -> (gradients, decision, new
+    `step` and `loss_scale`, metrics).
+    """
+
+    def begin(state: TrainState, batch: Batch, limit: Array) -> Any:
+        """Return the results for a batch [global_batch_size, ...]; `limit` float32 []."""
+        scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
+        key = jax.random.fold_in(state.key, state.step)
+        sums, grads, norm = gradients(state.params, batch, key, scale)
+        of_layers = {
+            name.removeprefix(LAYER_SUM): sums.pop(name)
+            for name in tuple(sums)
+            if name.startswith(LAYER_SUM)
+        }
+        learning_rate = schedule(state.step)
+        finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)
+        means = _means(sums)
+        labeled = sums["weight"] != 0
+        applied = finite & labeled & (means["loss"] <= limit)
+        loss_scale = jax.tree.map(
+            lambda n, o: jnp.where(labeled, n, o),
+            update_loss_scale(state.loss_scale, finite),
+            state.loss_scale,
+        )
+        metrics = means | {
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "applied": applied,
+            **{f"loss_{name}": value for name, value in state.loss_scale.items()},
+        }
+        if of_layers:
+            metrics["layer_sums"] = of_layers
+        decision = Decision(norm, learning_rate, applied)
+        return grads, decision, {"step": state.step + 1, "loss_scale": loss_scale}, metrics
+
+    return begin
+
+
 def _make_train(
-    gradients: Callable[..., tuple[Sums, Params, Array]],
+    begin: Callable[..., Any],
     update: Callable[..., tuple[Params, Any]],
-    schedule: Callable[[Array], Array],
     measure: Callable[..., Any] | None,
+    average: Callable[[Params, Params], Params],
     *,
-    ema_decay: float,
     fetched_to: Any = None,
     avoid_donation_copies: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-    """Make a complete step: gradients, update, and the decision to apply it.
+    """Make a complete step in one program, from the results of `_make_begin` and `make_update`.
 
     `fetched_to` are the device shardings of optimizer state stored in host memory, else None. With
     `avoid_donation_copies`, averages are written first, then parameters, then the optimizer state.
@@ -174,20 +232,9 @@ def _make_train(
         if fetched_to is not None:
             fetched = jax.device_put(state.opt_state, fetched_to)
             state = dataclasses.replace(state, opt_state=fetched)
-        scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
-        key = jax.random.fold_in(state.key, state.step)
-        sums, grads, norm = gradients(state.params, batch, key, scale)
-        of_layers = {
-            name.removeprefix(LAYER_SUM): sums.pop(name)
-            for name in tuple(sums)
-            if name.startswith(LAYER_SUM)
-        }
-        learning_rate = schedule(state.step)
+        grads, decision, small, metrics = begin(state, batch, limit)
+        norm, learning_rate, applied = decision
         params, opt_state = update(state, grads, norm, learning_rate)
-        finite = jnp.isfinite(trained_loss(sums)) & jnp.isfinite(norm)
-        means = _means(sums)
-        labeled = sums["weight"] != 0
-        applied = finite & labeled & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
@@ -196,32 +243,19 @@ def _make_train(
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
 
-        ema_params = keep(move_average(state.ema_params, params, ema_decay), state.ema_params)
+        ema_params = keep(average(state.ema_params, params), state.ema_params)
         if avoid_donation_copies and ema_params:
             params, _ = update_after(ema_params, "params")
         params = keep(params, state.params)
         if avoid_donation_copies:
             _, opt_state = update_after(params, "opt_state")
-        new_state = TrainState(
-            step=state.step + 1,
+        new_state = dataclasses.replace(
+            state,
             params=params,
             opt_state=keep(opt_state, state.opt_state),
             ema_params=ema_params,
-            loss_scale=jax.tree.map(
-                lambda n, o: jnp.where(labeled, n, o),
-                update_loss_scale(state.loss_scale, finite),
-                state.loss_scale,
-            ),
-            key=state.key,
+            **small,
         )
-        metrics = means | {
-            "grad_norm": norm,
-            "learning_rate": learning_rate,
-            "applied": applied,
-            **{f"loss_{name}": value for name, value in state.loss_scale.items()},
-        }
-        if of_layers:
-            metrics["layer_sums"] = of_layers
         if measure is not None:
             metrics["layer_statistics"] = measure(state, batch, grads, params)
         return new_state, metrics

@@ -92,7 +92,7 @@ def usable_bytes(job: Job) -> float:
 def estimate_memory(job: Job) -> MemoryEstimate:
     """Estimate the memory of one device of the job."""
     moments = moment_bytes(job)
-    offload = job.config.train.offload_optimizer == "host"
+    offload = job.config.train.offload == "host"
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": sum(w.num_bytes * job.size(w, "param") for w in job.weights),

@@ -185,7 +185,7 @@ def _orthogonalization_s(job: Job) -> float:
 
 def _moved_moments(job: Job) -> float:
     """Return the bytes of offloaded moments fetched from the host and written back per update."""
-    return 2 * moment_bytes(job) if job.config.train.offload_optimizer == "host" else 0.0
+    return 2 * moment_bytes(job) if job.config.train.offload == "host" else 0.0
 
 
 def _peak(job: Job) -> float:
