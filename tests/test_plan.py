@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from commands import ROOT
 from refusals import missing, refused
 
 from jaxdist.config.command_line import ALIASES
@@ -236,6 +237,27 @@ def test_run_shorter_than_the_best_interval_saves_at_its_end(capsys):
     for item in short["advice"]:
         for steps in re.findall(r"save-interval-steps (\d+)", item["text"]):
             assert int(steps) <= 200
+
+
+def test_8b_fits_on_one_gpu_with_its_moments_on_a_disk(capsys):
+    config = ["--config", str(ROOT / "configs" / "llama3_8b_one_gpu.toml"), "--mesh", "dp=1"]
+
+    def planned(*flags: str) -> dict:
+        assert main([*config, "--compile=false", "--json", "--gpus=h100:1", *flags]) == 0
+        (report,) = json.loads(capsys.readouterr().out)["plans"]
+        return report
+
+    kept, disk = planned("--train.offload-optimizer=none"), planned("--disk-gb-per-s=5")
+    moments = 8 * 8_030_261_248  # two float32 numbers each
+    assert kept["memory"]["parts"]["optimizer moments"] == moments
+    assert disk["memory"]["disk_bytes"] == moments and disk["memory"]["host_bytes"] == 0
+    assert disk["step"]["parts"]["moments to and from the disk"] == 2 * moments / 5e9
+    assert disk["step"]["seconds"] == pytest.approx(kept["step"]["seconds"] + 2 * moments / 5e9)
+    assert disk["checkpoints"]["bytes"] == kept["checkpoints"]["bytes"] == 1.5 * moments
+    assert 0 < disk["memory"]["phases"]["update"]["fetched moments"] <= 0.1 * moments
+    assert kept["fits"] is False and disk["fits"] is True
+    with refused("disk:/nvme", "2 processes"):
+        main([*config, "--gpus=h100:2x8"])
 
 
 def test_offloaded_moments_cost_time_and_are_on_the_gpu_only_for_the_update(capsys):

@@ -360,7 +360,7 @@ def step_of(
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
         layer_statistics_steps,
-        store,
+        store=store,
     )
     state = place_state(
         case,

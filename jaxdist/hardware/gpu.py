@@ -12,6 +12,10 @@ HOST_BYTES_PER_S = 10e9
 """Bandwidth between a GPU and its host: PCIe 4.0, with all GPUs of a node copying concurrently."""
 
 
+DISK_BYTES_PER_S = 3e9
+"""Bytes per second that a node's local NVMe disk reads and writes at the same time, in all."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU type, as JAX counts devices.
@@ -48,11 +52,12 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes with GPUs of one type."""
+    """Nodes with GPUs of one type, and a local disk each."""
 
     gpu: Gpu
     num_nodes: int
     gpus_per_node: int
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
@@ -65,7 +70,8 @@ class Cluster:
     def resized(self, num_gpus: int) -> Cluster:
         """Return a cluster with a different number of these GPUs, on nodes of the same size."""
         per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
-        return Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
+        other = Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
+        return dataclasses.replace(other, disk_bytes_per_s=self.disk_bytes_per_s)
 
     @property
     def num_gpus(self) -> int:

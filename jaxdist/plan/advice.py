@@ -116,7 +116,7 @@ def _more_gpus(plan: Plan, config: PlanConfig) -> str:
     return (
         "no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more memory, "
         "a smaller model or a shorter train.seq_len. If the optimizer's moments are the largest "
-        "part, add --train.offload-optimizer=host."
+        "part, add --train.offload-optimizer=host, or disk:/DIR without enough host memory."
     )
 
 

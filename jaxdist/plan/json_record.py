@@ -37,6 +37,7 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 "state_bytes": plan.choice.memory.state_bytes,
                 "temporary_bytes": plan.choice.memory.temporary_bytes,
                 "host_bytes": plan.choice.memory.host_bytes,
+                "disk_bytes": plan.choice.memory.disk_bytes,
                 "is_upper_bound": plan.choice.memory.is_rough,
                 "peak_phase": plan.choice.memory.peak,
                 "phases": plan.choice.memory.phases,

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxdist.config import RunConfig
+from jaxdist.config import RunConfig, offload_process_problems
 from jaxdist.config.command_line import ALIASES
 from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
+from jaxdist.hardware.gpu import DISK_BYTES_PER_S
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, STORAGE_BYTES_PER_S, Limits
 from jaxdist.runtime.storage import read_url
 from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
@@ -56,6 +57,12 @@ class PlanConfig(RunConfig):
         2.0,
         "GB/s that each node writes to storage; all nodes together at most "
         f"{STORAGE_BYTES_PER_S / 1e9:,.0f}",
+        gt=0,
+    )
+    disk_gb_per_s: float = setting(
+        DISK_BYTES_PER_S / 1e9,
+        "GB/s that the local disk of a node reads and writes at the same time, in all, for "
+        "train.offload_optimizer=disk:/DIR; scripts/bench/offload_disk.py measures it",
         gt=0,
     )
     restart_s: float = setting(
@@ -167,7 +174,13 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
         clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:
         raise ConfigError(error.problems, heading=COMMAND) from None
-    return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
+    most = max(cluster.num_nodes for cluster in clusters)
+    if problems := offload_process_problems(config, most):  # a process at least on each node
+        raise ConfigError(problems, heading=COMMAND)
+    rate = 1e9 * config.disk_gb_per_s
+    return [
+        dataclasses.replace(c, gpu=_priced(c.gpu, config), disk_bytes_per_s=rate) for c in clusters
+    ]
 
 
 def read_gpus(config: PlanConfig) -> dict[str, Gpu]:

@@ -8,10 +8,12 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import draw, simulate
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.hardware.gpu import HOST_BYTES_PER_S
 from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
+from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan
@@ -111,7 +113,22 @@ def _memory(plan: Plan) -> Iterable[str]:
             allowed = in_bytes(pinned_limit_bytes())
             remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
         rows.append(("  moments in host memory", in_bytes(memory.host_bytes), remark))
+    if memory.disk_bytes:
+        moved = 2 * memory.disk_bytes / plan.cluster.disk_bytes_per_s
+        remark = f"read and written in {duration(moved)} a step at --disk-gb-per-s "
+        remark += f"{plan.cluster.disk_bytes_per_s / 1e9:g}; twice the bytes during a save"
+        rows.append(("  moments on the disk", in_bytes(memory.disk_bytes), remark))
     yield from _aligned(rows)
+    if memory.disk_bytes:
+        time, job = plan.choice.time, plan.choice.job
+        fast = 2 * moment_bytes(job) / HOST_BYTES_PER_S
+        tokens = moved / (time.seconds - moved) * time.tokens_per_step
+        yield from wrap(
+            f"the disk takes {percent(moved / time.seconds)} of a step, and half of a step with "
+            f"{tokens:,.0f} tokens. --train.offload-optimizer=host takes {duration(fast)} if the "
+            f"host has {in_bytes(memory.disk_bytes)} for the moments",
+            head="  ",
+        )
     if memory.is_rough:
         yield "  activations are an upper bound, traced from the model before any compiler fuses"
     job = plan.choice.job

@@ -64,7 +64,11 @@ def checkpoint_bytes(job: Job) -> float:
     params += job.config.optim.ema_bytes * sum(weight.size for weight in job.trained)
     local = memory.state["optimizer moments"] + memory.host_bytes
     sharded = job.total(job.trained, "moment")
-    return params + local * (sum(w.size for w in job.trained) / sharded if sharded else 0.0)
+    return (
+        params
+        + memory.disk_bytes
+        + local * (sum(w.size for w in job.trained) / sharded if sharded else 0.0)
+    )
 
 
 def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:

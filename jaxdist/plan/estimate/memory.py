@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping
 
 from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.step.grouped_update import GROUP_BYTES, IN_FLIGHT
 from jaxdist.models.weights import Weight
 from jaxdist.optim.int8 import is_eligible
 from jaxdist.plan.estimate import attention
@@ -36,6 +38,7 @@ class MemoryEstimate:
         state: persistent arrays, by class.
         phases: for each phase of the step, the arrays alive in addition to the state, by class.
         workspace_bytes: scratch of attention kernels, which the compiler does not count.
+        host_bytes, disk_bytes: moments in the host's memory, of one device; on the disk, of all.
         is_rough: activations are an upper bound from the model's trace.
     """
 
@@ -43,6 +46,7 @@ class MemoryEstimate:
     phases: Mapping[str, Parts]
     workspace_bytes: float
     host_bytes: float = 0.0
+    disk_bytes: float = 0.0
     is_rough: bool = False
 
     @functools.cached_property
@@ -92,23 +96,25 @@ def usable_bytes(job: Job) -> float:
 def estimate_memory(job: Job) -> MemoryEstimate:
     """Estimate the memory of one device of the job."""
     moments = moment_bytes(job)
-    offload = job.config.train.offload == "host"
+    offload = job.config.train.offload
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": sum(w.num_bytes * job.size(w, "param") for w in job.weights),
         "weight average": job.config.optim.ema_bytes * job.total(job.trained, "param"),
-        "optimizer moments": 0.0 if offload else moments,
+        "optimizer moments": moments if offload == "none" else 0.0,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
-    if offload:  # XLA fetches offloaded moments as late as possible, when gradients are complete
+    if offload != "none":  # XLA fetches moments as late as possible, when gradients are complete
+        fetched = moments if offload == "host" else _moments_in_flight(job)
         for name in _updates(job):
-            phases[name] = {**phases[name], "fetched moments": moments}
+            phases[name] = {**phases[name], "fetched moments": fetched}
     return MemoryEstimate(
         state=state,
         phases=phases,
         workspace_bytes=attention.workspace(job),
-        host_bytes=moments if offload else 0.0,
+        host_bytes=moments if offload == "host" else 0.0,
+        disk_bytes=disk_bytes(job),
         is_rough=job.decoder is None,
     )
 
@@ -130,6 +136,24 @@ def moment_bytes(job: Job) -> float:
         else:
             total += job.size(weight, "moment") * optim.moment_bytes
     return total
+
+
+def disk_bytes(job: Job) -> float:
+    """Return the bytes of all moments on the disk, without copies on several devices; 0 if none."""
+    if job.config.train.offload != "disk":
+        return 0.0
+    return job.config.optim.moment_bytes * sum(weight.size for weight in job.trained)
+
+
+def _moments_in_flight(job: Job) -> float:
+    """Return the bytes on a device of the groups that are fetched, updated and written at once."""
+    each, depth = job.config.optim.moment_bytes, max(1, job.layers_per_stage)
+    layer = each * job.total(job.only_trained(job.layers), "moment") / depth
+    # Tables whose first dim is sharded are not cut into ranges of rows.
+    limit = GROUP_BYTES if job.spec[TENSOR] == 1 else math.inf
+    outer = [each * job.size(w, "moment") for w in job.only_trained(job.outer)]
+    largest = max(layer, min(limit, max(outer, default=0.0)))
+    return min(IN_FLIGHT * max(largest, min(GROUP_BYTES, layer * depth)), moment_bytes(job))
 
 
 def _factored(job: Job, weight: Weight) -> int:

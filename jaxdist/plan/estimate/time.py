@@ -18,7 +18,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.hardware.gpu import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import attention, products, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.estimate.memory import moment_bytes
+from jaxdist.plan.estimate.memory import disk_bytes, moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
 from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
@@ -99,6 +99,7 @@ def estimate_time(job: Job) -> StepTime:
         "launch gaps": launches,
         "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalization_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
+        "moments to and from the disk": 2 * disk_bytes(job) / job.cluster.disk_bytes_per_s,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
     }
