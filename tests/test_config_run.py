@@ -290,7 +290,7 @@ NUM_SETTINGS = {
     "mesh": 4,
     "pipeline": 2,
     "train": 10,  # epochs: the length in passes over the data
-    "objective": 4,
+    "objective": 5,  # teacher: the model to distill
     "optim": 17,
     "precision": 3,
     "data": 14,

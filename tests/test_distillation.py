@@ -43,7 +43,7 @@ def config_of(models, mesh="dp=1", microbatches=0, virtual=1, lora=0, teacher="t
     return adapter_run(
         models / "student", rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches,
         virtual=virtual, lora={"rank": lora},
-        objective=ObjectiveConfig(reference=str(models / teacher), **objective),
+        objective=ObjectiveConfig(teacher=str(models / teacher), **objective),
     )  # fmt: skip
 
 
@@ -215,9 +215,9 @@ def test_teachers_that_do_not_fit_are_rejected(models, tmp_path):
     write_model(tmp_path / "heads", heads)
     with refused("vocabulary has 64 tokens", "student 200"):
         train(config_of(models, teacher=tmp_path / "other"))
-    with refused("objective.reference=", "heads=1", num_problems=2):
+    with refused("objective.teacher=", "heads=1", num_problems=2):
         train(config_of(models, "tp=2", teacher=tmp_path / "heads"))
-    with refused("objective.reference=", "does not exist"):
+    with refused("objective.teacher=", "does not exist"):
         train(config_of(models, teacher=tmp_path / "missing"))
     config = config_of(models)
     for objective in (
@@ -225,4 +225,4 @@ def test_teachers_that_do_not_fit_are_rejected(models, tmp_path):
         dataclasses.replace(config.objective, kind="dpo"),
     ):
         problems = problems_of(dataclasses.replace(config, objective=objective))
-        assert any("objective.reference=" in problem for problem in problems)
+        assert any("objective.teacher=" in problem for problem in problems)

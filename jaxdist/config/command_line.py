@@ -35,7 +35,6 @@ ALIASES = {
     "steps": "train.steps",
     "model": "model.kind",
     "profile": "monitoring.profile",
-    "objective.teacher": "objective.reference",
 }
 """Short flags of the commands that take all settings of a run."""
 
@@ -104,7 +103,7 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     run = dataclasses.replace(
         run,
         init_from=_with_commit(start, directory),
-        objective=dataclasses.replace(objective, reference=teacher or objective.reference),
+        objective=dataclasses.replace(objective, teacher=teacher),
         data=dataclasses.replace(
             run.data,
             tokenizer=file,

@@ -34,25 +34,28 @@ class ObjectiveConfig:
         ge=0,
     )
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)
-    reference: str = setting(
+    reference: Literal["auto", "adapter_off", "precomputed"] = setting(
         "auto",
+        "where the values come from that dpo, ipo and kto compare with: adapter_off = each step "
+        "computes them with the frozen weights (lora.rank); precomputed = each start computes "
+        "them for all rows with the weights it begins with, or reads them from the cache; auto = "
+        "adapter_off if there are adapters",
+    )
+    teacher: str = setting(
+        "",
         "the model that distill learns from, with the same vocabulary: the path or URL of a run, a "
-        "checkpoint in it or a Hugging Face model directory, or ORG/NAME[@REVISION]. Otherwise the "
-        "values that dpo, ipo and kto compare with: adapter_off = each step computes "
-        "them with the frozen weights (lora.rank); precomputed = each start computes them for all "
-        "rows with the weights it begins with, or reads them from the cache; auto = adapter_off if "
-        "there are adapters",
+        "checkpoint in it or a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub",
     )
 
     @property
     def strength(self) -> float:
         """Return beta, or its default for this kind."""
-        return self.beta or (1.0 if self.teacher else 0.1)
+        return self.beta or (1.0 if self.distills else 0.1)
 
     @property
-    def teacher(self) -> str:
-        """Return the reference of distillation; "" for other kinds."""
-        return self.reference if self.kind in ("distill", "distill_reverse") else ""
+    def distills(self) -> bool:
+        """Return whether training learns from the predictions of `teacher`."""
+        return self.kind in ("distill", "distill_reverse")
 
     def precomputes(self, *, has_adapters: bool) -> bool:
         """Return whether rows contain the reference's values."""
@@ -64,7 +67,7 @@ class ObjectiveConfig:
         """Return the objective that replaces the model's own; None = cross-entropy."""
         if self.kind == "cross_entropy":
             return None
-        if self.teacher:
+        if self.distills:
             return Distillation(self.kind == "distill_reverse", self.strength)
         return Preference(
             self.kind, self.strength, self.margin, self.precomputes(has_adapters=has_adapters)
@@ -72,7 +75,7 @@ class ObjectiveConfig:
 
     def added_fields(self, seq_len: int, vocab_size: int) -> dict[str, tuple[Any, Any]]:
         """Return name -> (shape of one row, dtype) of the fields that a teacher adds."""
-        if not self.teacher:
+        if not self.distills:
             return {}
         count = min(NUM_TOKENS, vocab_size)
         return {
@@ -82,21 +85,21 @@ class ObjectiveConfig:
 
     def run_problems(self, *, records: str, reads: str, has_adapters: bool) -> list[str]:
         """Return violated rules; `reads` is what the model reads: "text" or "images"."""
-        problems, modes = [], ("auto", "adapter_off", "precomputed")
-        if bool(self.teacher) == (self.reference in modes):
-            fix = "Name the teacher" if self.teacher else f"Use {', '.join(modes)}"
+        problems = []
+        if bool(self.teacher) != self.distills:
+            fix = "Name the model to learn from" if self.distills else "Leave it out"
             problems.append(
-                f"objective.reference={self.reference!r} with objective.kind={self.kind}. {fix}."
+                f"objective.teacher={self.teacher!r} with objective.kind={self.kind}. {fix}."
             )
         needed = "labeled" if self.kind == "kto" else "preference"
-        if self.teacher or self.kind == "cross_entropy":
+        if self.distills or self.kind == "cross_entropy":
             if records in ("preference", "labeled"):
                 kinds = "kto" if records == "labeled" else "dpo, ipo, orpo or simpo"
                 problems.append(
                     f"data.records={records} with objective.kind={self.kind}, which learns from "
                     f"single texts. Set objective.kind to {kinds}."
                 )
-            if self.teacher and reads != "text":
+            if self.distills and reads != "text":
                 problems.append(
                     f"objective.kind={self.kind} with a model of {reads}. Use a decoder."
                 )

@@ -94,7 +94,7 @@ def with_teacher(
     try:
         teacher = compare_kernel(_teacher_parts(parts, _model_at(path)), fields)
     except ConfigError as error:
-        problems = [f"objective.reference={path!r}: {line}" for line in error.problems]
+        problems = [f"objective.teacher={path!r}: {line}" for line in error.problems]
         raise ConfigError(problems) from None
     added = Teacher(teacher, parts.config.objective)
     if budget is not None:
