@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 64_500,
-    "package code lines": 46_000,
-    "test lines": 48_000,
+    "package lines": 63_390,
+    "package code lines": 44_760,
+    "test lines": 46_480,
     "two-way folder pairs": 0,
-    "settings of a run": 160,
+    "settings of a run": 146,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 
