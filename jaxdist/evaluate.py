@@ -61,10 +61,9 @@ class EvaluateConfig:
         if self.task_folder and not Path(self.task_folder).is_dir():
             problems.append(f"task_folder={self.task_folder!r} is not a folder. Check the path.")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            problems.append(
-                "tasks needs the lm-evaluation-harness. Install it: pip install -c constraints.txt "
-                "-e '.[eval]'."
-            )
+            from jaxdist.run.task_evaluation import task_problem
+
+            problems.append(task_problem("tasks"))
         return problems
 
 

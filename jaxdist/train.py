@@ -67,6 +67,7 @@ def run(
         name_of,
         open_run_directory,
     )
+    from jaxdist.run.task_evaluation import check_tasks
     from jaxdist.run.teacher import with_teacher
     from jaxdist.settings import write_toml
 
@@ -90,6 +91,7 @@ def run(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
     )
     check_objective(config, program.objective)
+    check_tasks(parts)
     if parts.moments is not None:
         parts.moments.check()
     budget = parts.budget(job.host_of)

@@ -321,11 +321,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 63_390,
-    "package code lines": 44_760,
-    "test lines": 46_480,
+    "package lines": 63_480,
+    "package code lines": 44_820,
+    "test lines": 46_510,
     "two-way folder pairs": 0,
-    "settings of a run": 146,
+    "settings of a run": 149,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 

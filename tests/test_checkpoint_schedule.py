@@ -186,6 +186,11 @@ def test_of_equally_good_checkpoints_the_later_is_best():
     assert best_steps(saved, "loss") == [2, 1]
 
 
+@pytest.mark.parametrize(("metric", "best"), [("task/a/acc", 2), ("task/a/bits_per_byte", 1)])
+def test_the_last_part_of_a_metric_decides_which_value_is_best(metric, best):
+    assert best_steps({1: Saved({metric: 0.2}), 2: Saved({metric: 0.7})}, metric)[0] == best
+
+
 def test_an_evaluation_that_was_not_a_number_is_never_best():
     # NaN at the position where a sort that compares with NaN puts it first, and last.
     saved = {step: Saved({"loss": math.nan}) for step in (1, 4)} | {2: Saved({"loss": 9.0})}

@@ -294,7 +294,7 @@ NUM_SETTINGS = {
     "optim": 17,
     "precision": 3,
     "data": 14,
-    "eval": 6,  # patience: early stopping
+    "eval": 9,  # patience: early stopping; tasks, task_folder, task_limit: lm-eval
     "checkpoint": 11,  # export: the format to export after the last step
     "monitoring": 6,
     "resilience": 7,  # spot_notices: which cloud to poll

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import run_here
+from commands import records, run_here, tiny
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
 from refusals import refused
@@ -123,3 +123,31 @@ def test_wrong_tasks_are_rejected(models, tmp_path):
         run_here("evaluate", models / "run", "--tasks", "choices", "--task-folder", "absent")
     with refused("tasks"):
         run_here("evaluate", models / "run", "--limit", 3)
+
+
+def test_training_evaluates_tasks(models, tmp_path, capsys):
+    """The values after the last step are those of the command on its checkpoint."""
+    pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
+    run, folder = tmp_path / "run", models / "tasks"
+    job = [flag for flag in tiny("--train.steps=2") if not flag.startswith(("--model", "--eval"))]
+    texts = ["--data.sources", models / "rows.jsonl", "--eval.interval_steps=1"]
+    tasks = ["--eval.tasks=choices,texts", f"--eval.task_folder={folder}"]
+    start = ["--init-from", models / "model", "--run-dir", run, "--mesh=dp=2,fsdp=2,tp=2"]
+    assert run_here("train", *job, *texts, *tasks, *start, "--data.eval_fraction=0") == 0
+    evals = records(run, "eval")
+    assert [e["step"] for e in evals] == [1, 2]
+    assert evals[0]["task/texts/bits_per_byte"] != evals[1]["task/texts/bits_per_byte"]
+    capsys.readouterr()
+    assert run_here("evaluate", run, *FLAGS, "--task-folder", folder) == 0
+    after = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for name in ("choices/acc", "texts/bits_per_byte"):
+        assert evals[1][f"task/{name}"] == pytest.approx(after[name], rel=1e-5)
+
+
+def test_a_run_with_unknown_tasks_does_not_start(models, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
+    start = ["--init-from", models / "model", "--run-dir", tmp_path / "run"]
+    job = [flag for flag in tiny() if not flag.startswith("--model")]
+    with refused("tasks=nonexistent"):
+        run_here("train", *job, *start, "--eval.tasks=nonexistent", "--mesh=dp=8")
+    assert not (tmp_path / "run").exists()

@@ -43,8 +43,11 @@ MAX_FAILURES = 3
 RETENTION_S = 60.0
 """Seconds that a save waits for deletions on a store; they continue in the background."""
 
-_LARGER_IS_BETTER = ("accuracy",)
-"""Evaluation metrics for which larger is better; for all other metrics smaller is better."""
+_LARGER_IS_BETTER = ("accuracy", "agreement", "acc", "acc_norm", "exact_match", "f1")
+"""Last parts of evaluation metrics for which larger is better, e.g. of task/arc_easy/acc.
+
+For all other metrics smaller is better.
+"""
 
 
 class Saver:
@@ -409,7 +412,7 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
 def best_steps(saved: Mapping[int, Saved], metric: str) -> list[int]:
     """Return the steps that have the metric, best first; ties are sorted by later step first."""
-    sign = -1.0 if metric in _LARGER_IS_BETTER else 1.0
+    sign = -1.0 if metric.rpartition("/")[2] in _LARGER_IS_BETTER else 1.0
     scored = [
         (sign * one.metrics[metric], -step)
         for step, one in saved.items()

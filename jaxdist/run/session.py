@@ -38,6 +38,7 @@ from jaxdist.run.setup import Parts
 from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
+from jaxdist.run.task_evaluation import task_metrics
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
 from jaxdist.runtime import spot_notices
 from jaxdist.runtime.entry_point import shell_python
@@ -287,8 +288,13 @@ class Session:
         """Evaluate on `max_batches` of the held-out rows (0 = every row once); {} without rows."""
         if self.config.eval.sample == "always":
             self.sample()
+        tasks: dict[str, float] = {}
+        if self.config.eval.tasks:
+            with self.phase("tasks"):
+                params = self.parts.in_model_order(self.state.eval_params)
+                tasks = task_metrics(self.parts, params, self.watchdog.alive)
         if self.eval_data is None:
-            return {}
+            return self.monitor.eval(self.step, tasks) if tasks else {}
         config = self.config
         with self.phase("evaluation"):
             try:
@@ -305,7 +311,7 @@ class Session:
             except NoLabels as error:
                 self.monitor.event("eval_no_labels", message=str(error), level=logging.WARNING)
                 return {}
-            evaluated = self.monitor.eval(self.step, metrics)
+            evaluated = self.monitor.eval(self.step, {**metrics, **tasks})
         self._warn_of_missing_best(evaluated)
         return evaluated
 

@@ -6,8 +6,10 @@ continuation, and stop sequences follow its backend for transformers.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,31 +40,23 @@ def evaluate_tasks(
     task_folder: str = "",
     num_fewshot: int | None = None,
     limit: int | None = None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task -> metric -> value; raises `ConfigError` for an unknown task."""
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    """Return task -> metric -> value; raises `ConfigError` for an unknown task.
 
-    manager = TaskManager(include_path=task_folder or None)
-    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-        raise ConfigError(
-            f"tasks={', '.join(unknown)}: the harness has no such task. List them with "
-            "`lm-eval ls tasks`, or name a folder of task files in --task-folder."
-        )
-    try:
+    `on_batch` is called after each batch of texts.
+    """
+    from lm_eval import simple_evaluate
+
+    with _readable(tasks):
         evaluated = simple_evaluate(
-            model=harness_model(parts, params),
+            model=harness_model(parts, params, on_batch),
             tasks=list(tasks),
-            task_manager=manager,
+            task_manager=_manager(tasks, task_folder),
             num_fewshot=num_fewshot,
             limit=limit,
             log_samples=False,
         )
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"the data of tasks={','.join(tasks)} cannot be read ({error}). Check the network, or "
-            "fill the cache of Hugging Face's datasets (HF_HOME) and set HF_HUB_OFFLINE=1."
-        ) from None
     kept = lambda values: {
         name.removesuffix(",none"): value
         for name, value in values.items()
@@ -71,23 +65,94 @@ def evaluate_tasks(
     return {task: kept(values) for task, values in evaluated["results"].items()}
 
 
-def harness_model(parts: Parts, params: Params) -> Any:
+def task_metrics(parts: Parts, params: Params, on_batch: Callable[[], None]) -> dict[str, float]:
+    """Evaluate `eval.tasks` during training: return "task/NAME/METRIC" -> value.
+
+    `params` are in the order of the model.
+    """
+    settings = parts.config.eval
+    results = evaluate_tasks(
+        parts,
+        params,
+        settings.tasks,
+        task_folder=settings.task_folder,
+        limit=settings.task_limit or None,
+        on_batch=on_batch,
+    )
+    pairs = ((task, *pair) for task, values in results.items() for pair in values.items())
+    return {f"task/{task}/{name}": float(value) for task, name, value in pairs}
+
+
+def check_tasks(parts: Parts) -> None:
+    """Load the tasks of `eval.tasks`, so that a run does not fail at its first evaluation."""
+    settings = parts.config.eval
+    if not settings.tasks:
+        return
+    problems = [task_problem("eval.tasks")] if importlib.util.find_spec("lm_eval") is None else []
+    if jax.process_count() > 1:
+        problems.append(
+            f"eval.tasks={','.join(settings.tasks)} in a job of {jax.process_count()} processes: "
+            "one process evaluates tasks. Use jaxdist.evaluate --tasks on its checkpoints."
+        )
+    if problems:
+        raise ConfigError(problems)
+    _ = harness_model(parts, None).eot_token_id  # rejects models and tokenizers without tasks
+    with _readable(settings.tasks):
+        _manager(settings.tasks, settings.task_folder).load(list(settings.tasks))
+
+
+def task_problem(name: str) -> str:
+    """Return the error for a setting that needs the harness."""
+    return (
+        f"{name} needs the lm-evaluation-harness. Install it: pip install -c constraints.txt "
+        "-e '.[eval]'."
+    )
+
+
+def _manager(tasks: Sequence[str], task_folder: str) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=task_folder or None)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise ConfigError(
+            f"tasks={', '.join(unknown)}: the harness has no such task. List them with "
+            "`lm-eval ls tasks`, or name a folder of task files in --task-folder."
+        )
+    return manager
+
+
+@contextlib.contextmanager
+def _readable(tasks: Sequence[str]) -> Iterator[None]:
+    """Raise `ConfigError` if the block cannot read the data of tasks."""
+    try:
+        yield
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"the data of tasks={','.join(tasks)} cannot be read ({error}). Check the network, or "
+            "fill the cache of Hugging Face's datasets (HF_HOME) and set HF_HUB_OFFLINE=1."
+        ) from None
+
+
+def harness_model(
+    parts: Parts, params: Params | None, on_batch: Callable[[], None] = lambda: None
+) -> Any:
     """Return a run as a model of the harness, on the mesh of its parts."""
     from lm_eval.api.model import TemplateLM
 
-    return type("RunModel", (_RunModel, TemplateLM), {})(parts, params)
+    return type("RunModel", (_RunModel, TemplateLM), {})(parts, params, on_batch)
 
 
 class _RunModel:
     """Methods that the harness calls; `harness_model` adds its base class."""
 
-    def __init__(self, parts: Parts, params: Params) -> None:
+    def __init__(self, parts: Parts, params: Params | None, on_batch: Callable[[], None]) -> None:
         """Compile nothing yet; `params` are in the order of the model."""
         super().__init__()
         if parts.model.decoding is None:
             raise ConfigError(f"model {parts.model.name!r} has no tokens. Name a decoder's run.")
         data = parts.config.data
-        self._parts, self._params = parts, params
+        self._parts, self._on_batch = parts, on_batch
+        self._params: Any = params
         self._tokenizer: Tokenizer = load_tokenizer(
             data.tokenizer_name, data.eos_token, data.text_format
         )
@@ -101,7 +166,7 @@ class _RunModel:
         replicated = parts.layout.sharding(P())
         self._values = jax.jit(values, out_shardings=replicated)
         self._decoders: dict[TextSettings, Decoder] = {}
-        self._execution_params = parts.in_execution_order(params)
+        self._execution_params = None if params is None else parts.in_execution_order(params)
 
     @property
     def eot_token_id(self) -> int:
@@ -150,6 +215,7 @@ class _RunModel:
                 for i, logp, misses in zip(chosen, *values, strict=False):
                     results[i] = float(logp), not misses
                 progress.advance(len(chosen))
+                self._on_batch()
         return results
 
     def _score(self, rows: list[tuple[list[int], int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -217,6 +283,7 @@ class _RunModel:
                     for i, text in zip(chosen, texts, strict=True):
                         answers[i] = text
                     progress.advance(len(chosen))
+                    self._on_batch()
         return answers
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:

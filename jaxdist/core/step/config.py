@@ -131,8 +131,18 @@ class EvalConfig:
         "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation",
     )
 
+    tasks: list[str] = setting(
+        [],
+        "tasks of the lm-evaluation-harness to evaluate with the held-out rows, e.g. "
+        "hellaswag,arc_easy (the extra `eval`); jaxdist.evaluate --tasks evaluates a checkpoint",
+    )
+    task_folder: str = setting("", "folder with task files of your own")
+    task_limit: int = setting(0, "questions of each task; 0 = all", ge=0)
+
     def problems(self) -> list[str]:
         """Return every violated rule of this section."""
+        if not self.tasks and (self.task_folder or self.task_limit):
+            return ["eval.task_folder and eval.task_limit are for tasks. Set eval.tasks."]
         if not self.patience or self.interval_steps:
             return []
         return [
