@@ -32,7 +32,7 @@ from jaxdist.core.attention.kernel_check import (
     validate_kernel,
 )
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.step import TrainConfig
+from jaxdist.core.step import Step, TrainConfig
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, kernel_rejection
 from jaxdist.core.types import AttentionCall, AttentionMask
@@ -331,7 +331,7 @@ def test_step_is_built_once_from_the_final_plan(monkeypatch):
 
     def build(*arguments, **_):
         built.append(arguments[4])
-        return SimpleNamespace()
+        return Step(train=None, evaluate=None, context=None, options=(), batch_sharding=None)
 
     check = KernelCheck(errors={}, rejection_reason="differs")
     monkeypatch.setattr(setup, "check_kernel", lambda *_: check)

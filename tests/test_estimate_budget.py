@@ -312,9 +312,9 @@ def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, 
         order.append("restore")
         return restore(*arguments)
 
-    def built(*arguments):
+    def built(*arguments, **options):
         order.append(arguments[4].remat)
-        return build(*arguments)
+        return build(*arguments, **options)
 
     monkeypatch.setattr(memory_check.Budget, "of", judged)
     monkeypatch.setattr(memory_check.Budget, "compare", lambda self, stats: "")

@@ -17,6 +17,8 @@ SIZES = dict(
 def minimal(family: str, **keys) -> dict:
     """Return a `config.json` without keys that have a default."""
     sizes = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4) if family == "gpt2" else SIZES
+    if family == "dots1":
+        sizes = SIZES | dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
     return {"model_type": family, **sizes, **keys}
 
 

@@ -1,5 +1,6 @@
 """Number formats and the float16 loss scale in isolation; test_step tests them in a step."""
 
+import functools
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jaxdist.core import precision
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale, update_loss_scale
 from jaxdist.core.state import TrainState
-from jaxdist.core.step.train_step import _make_train
+from jaxdist.core.step.train_step import _make_begin, _make_train, move_average
 
 
 @pytest.mark.parametrize(
@@ -94,11 +95,13 @@ def test_step_on_which_the_loss_scale_doubles(
     )
     sums = {"loss": jnp.float32(loss), "weight": jnp.float32(weight)}
     step = _make_train(
-        lambda params, batch, key, scale: (sums, {"w": scale}, jnp.float32(norm)),
+        _make_begin(
+            lambda params, batch, key, scale: (sums, {"w": scale}, jnp.float32(norm)),
+            lambda step: jnp.float32(0.1),
+        ),
         lambda state, grads, norm, rate: ({"w": jnp.float32(4)}, jnp.float32(6)),
-        lambda step: jnp.float32(0.1),
         None,
-        ema_decay=0.75,
+        functools.partial(move_average, decay=0.75),
     )
     state, metrics = step(state, {}, jnp.float32(limit))
     assert (bool(metrics["applied"]), float(metrics["loss_scale"])) == (applied, 8.0)

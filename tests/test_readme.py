@@ -67,8 +67,10 @@ def home(tmp_path_factory):
     for name in ("configs", "scripts", "examples", "README.md"):
         (home / name).symlink_to(ROOT / name)
     run_in(home, ["python", "-m", "jaxdist.train", *SMALLER, "--run-dir", "runs/NAME"])
-    write_model(home / "models" / "NAME", dataclasses.replace(FAMILIES["qwen3"], vocab_size=320))
-    write_tokenizer(home / "models" / "NAME", ["a text"], 320, CHATML)
+    for name in ("NAME", "SMALL", "LARGE"):
+        model = home / "models" / name
+        write_model(model, dataclasses.replace(FAMILIES["qwen3"], vocab_size=320))
+        write_tokenizer(model, ["a text"], 320, CHATML)
     says = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello " * 9}]
     (home / "chats.jsonl").write_text((json.dumps({"messages": says}) + "\n") * 300)
     pair = {"prompt": "Say hi.", "chosen": " Hi!", "rejected": " No."}

@@ -203,7 +203,7 @@ def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
         timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
         checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),
         guard=types.SimpleNamespace(update_limit=lambda step: 0.0),
-        run=types.SimpleNamespace(is_writer=True), _times=StartTimes(),
+        run=types.SimpleNamespace(is_writer=True), _times=StartTimes(), _checked_step=5,
     )  # fmt: skip
     for name in ("_compile", "_finish_preflight"):
         setattr(session, name, types.MethodType(getattr(Session, name), session))
