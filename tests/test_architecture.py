@@ -323,7 +323,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 63_480,
     "package code lines": 44_820,
-    "test lines": 46_510,
+    "test lines": 46_514,
     "two-way folder pairs": 0,
     "settings of a run": 149,
 }
