@@ -385,7 +385,7 @@ WORKER = textwrap.dedent(
         try:
             loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding)
         except ConfigError as error:
-            print("REFUSED", "processes [1]" in str(error))
+            print("REFUSED", "processes 1 opened" in str(error))
             sys.exit(0)
         order = train.order(5)
         for step in range(3):

@@ -322,7 +322,7 @@ def test_processes_that_see_different_files_are_rejected(tmp_path):
         write_model(tmp_path / name, dataclasses.replace(config, rope_theta=theta))
     results = two_processes([tmp_path / "a", tmp_path / "b"], config, "fsdp=4")
     for process in results:
-        assert missing(process["refused"], "processes [1]", "other files") == []
+        assert missing(process["refused"], "processes 1 see", "other files") == []
 
 
 # --- config.json
