@@ -49,6 +49,7 @@ TRAINING = (
     "jaxdist.run.startup",
     "jaxdist.run.session",
     "jaxdist.run.program",
+    "jaxdist.run.teacher",
     "orbax.checkpoint",
 )
 """Modules that `jaxdist.train` imports while it starts."""
