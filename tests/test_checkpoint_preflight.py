@@ -30,7 +30,7 @@ def test_preflight_leaves_no_file_and_checks_free_space(tmp_path, monkeypatch):
 def test_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
     done = []
     group = SimpleNamespace(
-        is_leader=True, decide=lambda action: action(), gather=lambda _: done.append("meet")
+        is_leader=True, decide=lambda action: action(), synchronize=lambda: done.append("meet")
     )
     read, write = orbax_io.read, orbax_io.OrbaxWriter.wait
     monkeypatch.setattr(orbax_io, "read", lambda *a: (done.append("read"), read(*a))[1])
