@@ -92,12 +92,18 @@ builds and installs packages at the same time as the first.
 """
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Run the longest files first, then those with the most tests (needs `--no-loadscope-reorder`).
+
+    Tests marked `product` run only if `-m` names the mark.
 
     Workers take complete files (`--dist loadfile`). A file with a single test of two minutes must
     not be last, when the other workers are idle.
     """
+    if "product" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("product")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("product")]
     name = lambda item: item.path.stem.removeprefix("test_")
     tests = Counter(map(name, items))
     ranks = {each: rank for rank, each in enumerate(LONGEST)}

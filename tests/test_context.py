@@ -166,7 +166,6 @@ def test_attention_over_shared_rows_is_equal_to_dense_attention(choice):
     ("plan", "layer", "mask"),
     [
         ("ring", 0, "newest 9"),
-        pytest.param("all_to_all", 1, "causal", marks=pytest.mark.slow),
     ],
 )
 def test_the_layer_number_selects_window_or_none(plan, layer, mask):
@@ -296,7 +295,7 @@ NUM_FAST = 4
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[NUM_FAST:])],
+    [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.product) for c in CASES[NUM_FAST:])],
     ids=str,
 )
 def test_every_mesh_with_shared_rows_equals_one_device(case):
@@ -314,8 +313,14 @@ STAGES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", STAGES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=pytest.mark.product if c.family == "llama" else pytest.mark.slow)
+        for c in STAGES
+    ],
+    ids=str,
+)
 def test_stages_share_rows(case):
     difference = compare(case)
     assert difference.loss <= 1e-6 and difference.weight == 0
@@ -330,7 +335,7 @@ def test_evaluation_counts_every_token_once():
     assert actual["correct"] == expected["correct"]
 
 
-@pytest.mark.parametrize("model", ["rotary", pytest.param("windowed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["rotary", pytest.param("windowed", marks=pytest.mark.product)])
 def test_ring_traffic_is_equal_to_the_formula(model):
     """Keys and values move forward and backward, and their gradients move once."""
     case = Case(model, "cp=4", exchange="ring")

@@ -92,8 +92,8 @@ def test_cudnn_ring_matches_dense_attention(calls, plan, shards, mask, heads):
     ("plan", "shards"),
     [
         ("ring", 2),
-        pytest.param("ring", 4, marks=pytest.mark.slow),
-        pytest.param("hybrid", 4, marks=pytest.mark.slow),
+        pytest.param("ring", 4, marks=pytest.mark.product),
+        pytest.param("hybrid", 4, marks=pytest.mark.product),
     ],
 )
 def test_documents_across_every_cut_attend_only_to_themselves(calls, plan, shards):

@@ -54,7 +54,9 @@ def test_an_exchange_plans_no_collective_that_it_does_not_run(exchange, kinds):
 @pytest.mark.parametrize(
     ("case", "packing"),
     [
-        (Case("rotary", "cp=4", exchange="all_gather"), "documents"),
+        pytest.param(
+            Case("rotary", "cp=4", exchange="all_gather"), "documents", marks=pytest.mark.product
+        ),
         (Case("windowed", "cp=4", exchange="ring"), "documents"),
         (Case("learned", "cp=4", exchange="hybrid"), "stream"),
     ],
@@ -240,7 +242,9 @@ SMALL = RunConfig(
     check.missing_compiler() is not None,
     reason="the extra `plan` (XLA:GPU compiler) is not installed",
 )
-@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    "exchange", ["ring", pytest.param("all_to_all", marks=pytest.mark.product)]
+)
 def test_traffic_of_the_gpu_program_is_the_planned(exchange):
     """Keys, values, heads and their gradients, in bfloat16 and float32 as the GPU sends them.
 

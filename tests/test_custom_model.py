@@ -87,7 +87,7 @@ def one_device():
 @pytest.mark.parametrize(
     "mesh, options",
     [
-        ("dp=4", {"zero": 3, "num_microbatches": 2}),
+        pytest.param("dp=4", {"zero": 3, "num_microbatches": 2}, marks=pytest.mark.product),
         ("dp=2,fsdp=2,tp=2", {"num_microbatches": 2}),
     ],
     ids=["dp4_zero3", "dp2_fsdp2_tp2"],

@@ -70,11 +70,12 @@ def train(config, steps=STEPS):
 
 
 MESHES = {
-    "dp=2,cp=2": {"microbatches": 2},
     "fsdp=2,tp=2": {"lora": 4, "kind": "distill_reverse"},
-    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
+    "pp=2,cp=2": {"microbatches": 4, "virtual": 2},
 }
 MORE_MESHES = {
+    "dp=2,cp=2": {"microbatches": 2},
+    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
     "dp=4": {"microbatches": 2},
     "fsdp=4": {"kind": "distill_reverse"},
     "tp=2": {},
@@ -84,7 +85,6 @@ MORE_MESHES = {
     "fsdp=2,cp=2": {},
     "pp=2": {"microbatches": 4},
     "fsdp=2,pp=2": {"microbatches": 2, "lora": 4},
-    "pp=2,cp=2": {"microbatches": 2},
     "dp=2,fsdp=2,pp=2": {"microbatches": 2, "kind": "distill_reverse"},
 }
 
@@ -95,7 +95,7 @@ def alone(models):
 
 
 @pytest.mark.parametrize(
-    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)]
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.product) for mesh in MORE_MESHES)]
 )
 def test_a_mesh_learns_the_same_as_one_device(models, alone, mesh):
     changes = (MESHES | MORE_MESHES)[mesh]
@@ -151,7 +151,7 @@ def test_a_mixture_of_experts_teaches(models):
     write_model(models / "experts", dataclasses.replace(TEACHER, **experts), scale=0.2)
     losses = [
         train(config_of(models, mesh, teacher="experts"), steps=2)[-1]["loss"]
-        for mesh in ("dp=1", "fsdp=2,tp=2", "dp=2,pp=2")
+        for mesh in ("dp=1", "fsdp=2,pp=2")
     ]
     np.testing.assert_allclose(losses[1:], losses[0], rtol=2e-5)
 
@@ -186,12 +186,14 @@ def run_of(tmp_path, *flags):
     assert run_here("train", *settings.split(), *data, *flags) == 0
 
 
+@pytest.mark.slow
 def test_a_run_teaches_another_on_a_mesh(tmp_path, capsys):
     teacher, student = tmp_path / "teacher", tmp_path / "student"
     run_of(tmp_path, f"--run-dir={teacher}", "--model.num-layers=2", "--train.steps=20")
     distill = "--objective.kind=distill", f"--objective.teacher={teacher}"
     small = "--model.num-layers=1", "--mesh=dp=2,fsdp=2,tp=2"
-    run_of(tmp_path, f"--run-dir={student}", *distill, *small, "--train.steps=20")
+    for steps in (10, 20):  # the second run resumes
+        run_of(tmp_path, f"--run-dir={student}", *distill, *small, f"--train.steps={steps}")
     trained, evals = records(student, "train"), records(student, "eval")
     assert trained[-1]["loss"] < 0.3 * trained[0]["loss"]
     assert evals[0]["loss"] > evals[1]["loss"] and evals[1]["agreement"] > 0.3
@@ -200,12 +202,6 @@ def test_a_run_teaches_another_on_a_mesh(tmp_path, capsys):
     assert run_here("evaluate", student, "--json", "--max-batches=2") == 0
     means = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert means["loss"] == pytest.approx(evals[1]["loss"], rel=1e-5)
-    run_of(tmp_path, f"--run-dir={tmp_path / 'resumed'}", *distill, *small, "--train.steps=10")
-    run_of(tmp_path, f"--run-dir={tmp_path / 'resumed'}", *distill, *small, "--train.steps=20")
-    again = records(tmp_path / "resumed", "train")
-    # The learning rate of a run of 10 steps differs; the divergence of the first step does not.
-    assert again[0]["loss"] == trained[0]["loss"] and again[-1]["step"] == 20
-    capsys.readouterr()
     assert run_here("train", f"--replay={student}:3", "--mesh=dp=2,fsdp=2,tp=2") == 0
 
 

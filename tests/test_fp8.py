@@ -169,12 +169,11 @@ def one_device() -> Trace:
     return run(Case("deep", "1"), steps=2, precision=FP8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        Case("deep", "fsdp=2,tp=2"),
-        Case("deep", "pp=2", microbatches=4),
+        pytest.param(Case("deep", "fsdp=2,tp=2"), marks=pytest.mark.slow),
+        pytest.param(Case("deep", "pp=2", microbatches=4), marks=pytest.mark.product),
     ],
     ids=str,
 )

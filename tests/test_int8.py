@@ -133,7 +133,10 @@ def updated(optimizer, mesh, zero=0):
     return jax.tree.map(lambda x: np.array(x), (state.params, state.opt_state)), state.opt_state
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(m, marks=[pytest.mark.product] * (m in ("fsdp=8", "tp=4"))) for m in MESHES],
+)
 def test_codes_have_the_same_bits_on_every_mesh(mesh):
     expected, _ = updated("adamw", "1")
     result, opt_state = updated("adamw", mesh, zero=int("dp=" in mesh))
@@ -147,7 +150,9 @@ def test_codes_have_the_same_bits_on_every_mesh(mesh):
     assert parts(scales) == spec.num_devices / spec["tensor"]  # a block contains the `mlp` dim
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["lion", "muon", pytest.param("sgd", marks=pytest.mark.product)]
+)
 def test_momentum_has_the_same_bits_on_a_mesh(optimizer):
     expected, _ = updated(optimizer, "1")
     result, _ = updated(optimizer, "dp=2,fsdp=2,tp=2")

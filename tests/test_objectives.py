@@ -70,12 +70,7 @@ def pair_batch():
     return {**text_batch(packed=False), "reference": reference}
 
 
-CASES = [
-    Case("rotary", "fsdp=2,tp=2"),
-    Case("rotary", "cp=2,tp=2", microbatches=2),
-    Case("rotary", "pp=2"),
-    Case("rotary", "pp=2,cp=2", microbatches=4),
-]
+CASES = [Case("rotary", "fsdp=2,tp=2"), Case("rotary", "pp=2,cp=2", microbatches=4)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -95,7 +90,7 @@ def audit_of(case, objective):
     return audit_program(traced.jaxpr.jaxpr, tiny.model_of(case.model), layout)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3]], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
     audit = audit_of(case, Preferences())
     assert audit.violations == []

@@ -83,7 +83,7 @@ def arrays_of(state):
     return dataclasses.replace(state, key=jax.random.key_data(state.key))
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=2,tp=2"])
 def test_moments_in_files_give_the_bits_of_moments_in_memory(mesh, tmp_path):
     made, files, memory = steps_of(mesh, tmp_path, ema_decay=0.9)
     assert len(files.groups) >= 5 and sum(g.rows > 0 for g in groups_of(made)) >= 2
@@ -169,16 +169,13 @@ def relabeled(file):
 
 @pytest.mark.parametrize("damage", [torn, longer, flipped, relabeled])
 def test_a_torn_group_is_never_read(damage, tmp_path):
-    made, files, _ = steps_of("dp=1", tmp_path)
-    step, state = made["files"]
-    batch = place_batch(batch_of("learned"), step.batch_sharding)
-    state, _ = step.train(state, batch, np.inf)
+    _, files, _ = steps_of("dp=1", tmp_path)
     damage(files._file(2))
     with refused("group-2", "torn", error=DamagedMoments):
-        step.train(state, batch, np.inf)
+        files.read(2, 0)
 
 
-def test_a_stale_group_is_detected(tmp_path):
+def test_a_step_detects_a_stale_group(tmp_path):
     made, files, _ = steps_of("dp=1", tmp_path)
     step, state = made["files"]
     batch = place_batch(batch_of("learned"), step.batch_sharding)
@@ -258,18 +255,19 @@ def arrays(run_dir, step):
             for name in stored.entries}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_places(
     tmp_path, monkeypatch
 ):
     monkeypatch.undo()  # processes would round differently with other groups
     disk = tmp_path / "disk"
     disk.mkdir()
-    saves = "--checkpoint.save_interval_steps=2"
-    flags = tiny(saves, "--optim.schedule=constant", "--eval.final_max_batches=1")
+    saves = "--checkpoint.save_interval_steps=2", "--checkpoint.max_to_keep=9"
+    flags = tiny(*saves, "--optim.schedule=constant", "--eval.final_max_batches=1")
     on_disk = f"--train.offload-optimizer=disk:{disk}"
     start = lambda name, *more: ["train", *flags, f"--run-dir={tmp_path / name}", *more]
     mesh = ["--simulate=8", "--mesh=fsdp=2,tp=4"]
-    assert run_here(*start("whole", on_disk, "--train.steps=6", *mesh)) == 0
+    assert run_here(*start("whole", on_disk, "--train.steps=10", *mesh)) == 0
     assert run_here(*start("run", on_disk, "--train.steps=4", *mesh)) == 0
     monkeypatch.setenv(crash_points.VARIABLE, "during_moments")
     killed = run(*start("run", on_disk, "--train.steps=6", *mesh))
@@ -279,17 +277,17 @@ def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_places(
     done = run(*start("run", on_disk, "--train.steps=6", *mesh))
     assert done.returncode == 0, done.stderr[-2000:]
     assert list(disk.iterdir()) == []
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole = losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == {step: whole[step] for step in range(1, 7)}
     assert same_bits(arrays(tmp_path / "run", 6), arrays(tmp_path / "whole", 6))
 
     # The checkpoint resumes with moments elsewhere, and back, on other meshes.
     monkeypatch.setattr(grouped_update, "GROUP_BYTES", 20_000)
     assert run_here(*start("run", "--train.steps=8", "--mesh=dp=8")) == 0
     assert run_here(*start("run", on_disk, "--train.steps=10", "--mesh=fsdp=8")) == 0
-    assert run_here(*start("memory", "--train.steps=10", *mesh)) == 0
-    ours, memory = arrays(tmp_path / "run", 10), arrays(tmp_path / "memory", 10)
-    assert ours.keys() == memory.keys() and any(name.startswith("opt_state") for name in ours)
-    for name, values in memory.items():
+    ours, expected = arrays(tmp_path / "run", 10), arrays(tmp_path / "whole", 10)
+    assert ours.keys() == expected.keys() and any(name.startswith("opt_state") for name in ours)
+    for name, values in expected.items():
         np.testing.assert_allclose(ours[name], values, rtol=2e-5, atol=2e-5, err_msg=name)
     with refused("optim.optimizer='adamw'", "now 'sgd'"):
         run_here(*start("run", on_disk, "--train.steps=12", "--optim.optimizer=sgd", *mesh))

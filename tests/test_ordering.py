@@ -77,11 +77,11 @@ def train_and_evaluate(mesh: str, **options) -> list[str]:
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("dp=2,tp=2", {}),
-        ("fsdp=4,tp=2", {}),
+        pytest.param("dp=2,tp=2", {}, marks=pytest.mark.product),
+        pytest.param("fsdp=4,tp=2", {}, marks=pytest.mark.product),
         ("dp=2,fsdp=2,tp=2", {"microbatches": 2}),
         ("dp=4", {"zero": 2, "microbatches": 2}),
-        ("dp=4", {"zero": 3}),
+        pytest.param("dp=4", {"zero": 3}, marks=pytest.mark.product),
     ],
 )
 def test_collectives_of_training_and_evaluation_are_ordered(mesh, options):
@@ -91,10 +91,10 @@ def test_collectives_of_training_and_evaluation_are_ordered(mesh, options):
 PIPELINES = [
     pytest.param(
         "pp=2,dp=2,fsdp=2;microbatches=3;virtual=2;family=gpt2;rows=12",
-        marks=pytest.mark.slow,  # half a minute to compile
+        marks=pytest.mark.product,  # half a minute to compile
     ),
     "pp=2,tp=2,fsdp=2;virtual=2",
-    "pp=2,tp=2;automatic=True",
+    pytest.param("pp=2,tp=2;automatic=True", marks=pytest.mark.product),
     "fsdp=2,tp=2;automatic=True",
 ]
 

@@ -24,26 +24,30 @@ FAST = [
     Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
-    Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
+    Case(mesh="pp=2,dp=2,tp=2", automatic=True),
+    Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
+]
+MORE = [
+    Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
     Case(mesh="pp=2,tp=4", remat="dots", gather="step"),
-    Case(mesh="pp=2,dp=2,tp=2", automatic=True),
-    Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
     Case(mesh="pp=8", layers=8),
     *pipeline_parity.cover(),
 ]
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *FAST,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(case, marks=pytest.mark.product) for case in MORE),
+    ],
+    ids=str,
+)
 def test_gradients_match_one_device(case):
-    check(compare(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
-def test_gradients_match_one_device_for_all_cases(case):
     check(compare(case))
 
 

@@ -58,7 +58,7 @@ def start(case: Case, layout):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh="pp=4,tp=2", family="gpt2"),
+        pytest.param(Case(mesh="pp=4,tp=2", family="gpt2"), marks=pytest.mark.product),
         Case(mesh="pp=2,dp=4", zero=2, family="llama_tied"),
     ],
     ids=str,

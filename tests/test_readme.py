@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, TINY, environment, run, tiny
+from commands import ROOT, TINY, environment, run
 from decoders import FAMILIES
 from hf_models import CHATML, write_model, write_tokenizer
 
@@ -28,26 +28,20 @@ COMMANDS = sorted(
 )
 # Flags that make a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
-LONG = (
-    "scripts/bench/step.py",
-    "--nproc-per-node 1:2",
-    "configs/pipeline_64cpu.toml --mesh",
-    "--mesh fsdp=2,cp=2,tp=2",
-    "--mesh dp=-1,tp=2",
-    "jaxdist.train --debug",
-    "--gpus h100:16x8",
-    "--deadline 5d",
-    "--mesh cp=4",
-    "--mesh dp=4 --mesh.zero 2",
-    "--precision.matmul-dtype",
-    "--simulate 4 --mesh pp=4",
-)
-NEEDS_GPUS = [
+LONG = "scripts/bench/step.py", "--nproc-per-node 1:2", "--gpus h100:16x8", "--deadline 5d"
+SAME_PROGRAM = (
+    "configs/pipeline_64cpu.toml --mesh", "--mesh fsdp=2,cp=2,tp=2", "--mesh dp=-1,tp=2",
+    "jaxdist.train --debug", "--mesh cp=4", "--mesh dp=4 --mesh.zero 2", "--simulate 4 --mesh pp=4",
+    "--precision.matmul-dtype", "--mesh fsdp=2,ep=4", "--lora.rank", "--mesh fsdp=4,tp=2",
+    "--objective.kind",
+)  # fmt: skip
+"""Words of commands that train with other settings, which other tests run."""
+ONLY_SETTINGS = [
     line
     for line in COMMANDS
     if "jaxdist.plan" not in line
     and "slurm" not in line
-    and ("configs/gpt2" in line or "configs/llama3" in line)
+    and any(word in line for word in ("configs/gpt2", "configs/llama3", *SAME_PROGRAM))
 ]
 
 
@@ -67,10 +61,11 @@ def home(tmp_path_factory):
     for name in ("configs", "scripts", "examples", "README.md"):
         (home / name).symlink_to(ROOT / name)
     run_in(home, ["python", "-m", "jaxdist.train", *SMALLER, "--run-dir", "runs/NAME"])
-    for name in ("NAME", "SMALL", "LARGE"):
-        model = home / "models" / name
-        write_model(model, dataclasses.replace(FAMILIES["qwen3"], vocab_size=320))
-        write_tokenizer(model, ["a text"], 320, CHATML)
+    model = home / "models" / "NAME"
+    write_model(model, dataclasses.replace(FAMILIES["qwen3"], vocab_size=320))
+    write_tokenizer(model, ["a text"], 320, CHATML)
+    for name in ("SMALL", "LARGE"):
+        (home / "models" / name).symlink_to(model)
     says = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello " * 9}]
     (home / "chats.jsonl").write_text((json.dumps({"messages": says}) + "\n") * 300)
     pair = {"prompt": "Say hi.", "chosen": " Hi!", "rejected": " No."}
@@ -119,11 +114,6 @@ def smaller(line: str) -> list[str]:
         return [*words[:2], "--preset", "cpu-256", "--batch", "1", "--blocks", "1", "--no-bare"]
     if words[2] in (*IN_PROCESS, "jaxdist.doctor") or {"slurm", "kubernetes"} & set(words):
         return words
-    if "--precision.matmul-dtype" in words:  # not in the first and the last layer
-        return [*words, "--steps=2", *tiny("--model.num_layers=3"), "--eval.interval_steps=0"]
-    if "pp=4" in line:
-        deep = tiny("--model.num_layers=8", "--train.global_batch_size=16")
-        return [*words, "--steps=2", *deep, "--eval.interval_steps=0"]
     if "--resume" in words:
         return [*words, "--steps=3"]
     if "--model.kind=custom" in words:
@@ -146,22 +136,24 @@ def marked(lines: list[str]) -> list:
     return [pytest.param(line, marks=marks(line)) for line in lines]
 
 
-@pytest.mark.parametrize("line", marked([c for c in COMMANDS if c not in NEEDS_GPUS]))
+@pytest.mark.parametrize("line", marked([c for c in COMMANDS if c not in ONLY_SETTINGS]))
 def test_command_runs_as_printed(home, line):
     run_in(home, smaller(line))
 
 
-@pytest.mark.parametrize("line", NEEDS_GPUS)
-def test_command_for_gpus_reads_its_settings(line, monkeypatch):
-    """Too large to run here; the settings must be valid on the GPUs that the command names."""
+@pytest.mark.parametrize("line", ONLY_SETTINGS)
+def test_command_reads_its_settings(home, line, monkeypatch):
+    """The settings must be valid on the devices that the command names."""
     from jaxdist.config import read_run
     from jaxdist.core.mesh import MeshSpec
 
-    monkeypatch.chdir(ROOT)
-    data = ["--data.sources=stdlib", "--data.tokenizer=bytes"]  # the reader creates the corpus
-    config = read_run([*shlex.split(line)[3:], *data], command="jaxdist.train")
-    shape = config.mesh.shape
-    spec = MeshSpec(fsdp=8) if shape == "auto" else MeshSpec.parse(shape, 8)
+    monkeypatch.chdir(home)
+    flags = shlex.split(line)[3:]
+    if "--init-from" not in flags:  # the reader creates the corpus
+        flags += ["--data.sources=stdlib", "--data.tokenizer=bytes"]
+    config = read_run(flags, command="jaxdist.train")
+    shape, number = config.mesh.shape, config.simulate or 8
+    spec = MeshSpec(fsdp=number) if shape == "auto" else MeshSpec.parse(shape, number)
     assert config.mesh_problems(spec) == []
 
 

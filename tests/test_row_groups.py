@@ -41,8 +41,13 @@ def two_groups(monkeypatch):
     "case",
     [
         Case("rotary", "fsdp=2,tp=2", microbatches=2, remat="dots"),
-        Case("learned", "dp=2,tp=4", sequence=False, remat="full"),
-        Case("rotary", "pp=2,fsdp=2,tp=2", microbatches=2, remat="dots"),
+        pytest.param(
+            Case("learned", "dp=2,tp=4", sequence=False, remat="full"), marks=pytest.mark.product
+        ),
+        pytest.param(
+            Case("rotary", "pp=2,fsdp=2,tp=2", microbatches=2, remat="dots"),
+            marks=pytest.mark.product,
+        ),
         Case("rotary", "pp=2,tp=2", microbatches=2),
     ],
     ids=str,

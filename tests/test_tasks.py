@@ -84,14 +84,13 @@ def harness(models):
 
 # The harness and its dependencies warn of what others deprecate.
 @pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=4,tp=2"])
-def test_results_equal_those_of_the_harness(models, harness, capsys, monkeypatch, mesh):
+def test_results_on_a_mesh_equal_those_of_the_harness(models, harness, capsys, monkeypatch):
     from lm_eval.api.instance import Instance
 
     from jaxdist.run.task_evaluation import harness_model
     from jaxdist.run.trained_run import open_run
 
-    expected, answers = harness
+    (expected, answers), mesh = harness, "fsdp=4,tp=2"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     capsys.readouterr()
     flags = *FLAGS, "--task-folder", models / "tasks", "--global-batch-size", 4
@@ -123,8 +122,14 @@ def test_wrong_tasks_are_rejected(models, tmp_path):
         run_here("evaluate", models / "run", "--tasks", "choices", "--task-folder", "absent")
     with refused("tasks"):
         run_here("evaluate", models / "run", "--limit", 3)
+    start = ["--init-from", models / "model", "--run-dir", tmp_path / "run"]
+    job = [flag for flag in tiny() if not flag.startswith("--model")]
+    with refused("tasks=nonexistent"):
+        run_here("train", *job, *start, "--eval.tasks=nonexistent", "--mesh=dp=8")
+    assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_training_evaluates_tasks(models, tmp_path, capsys):
     """The values after the last step are those of the command on its checkpoint."""
     pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
@@ -142,12 +147,3 @@ def test_training_evaluates_tasks(models, tmp_path, capsys):
     after = json.loads(capsys.readouterr().out.splitlines()[-1])
     for name in ("choices/acc", "texts/bits_per_byte"):
         assert evals[1][f"task/{name}"] == pytest.approx(after[name], rel=1e-5)
-
-
-def test_a_run_with_unknown_tasks_does_not_start(models, tmp_path):
-    pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
-    start = ["--init-from", models / "model", "--run-dir", tmp_path / "run"]
-    job = [flag for flag in tiny() if not flag.startswith("--model")]
-    with refused("tasks=nonexistent"):
-        run_here("train", *job, *start, "--eval.tasks=nonexistent", "--mesh=dp=8")
-    assert not (tmp_path / "run").exists()
