@@ -63,12 +63,15 @@ CASES = {
         targets=["attention", "mlp"], ranks=["q_proj=8", "down_proj=2"], variant="rslora"
     ),
     "gpt2": dict(targets=["attention", "mlp"], variant="dora"),
+    "qwen2": dict(targets=["q_proj", "v_proj", "gate_proj"]),
 }
 
 
 # transformers 5.23 warns of what PEFT 0.21 calls.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", ["llama2", "gpt2", pytest.param("qwen2", marks=pytest.mark.product)]
+)
 def test_twenty_steps_equal_peft_in_pytorch(base_of, family):
     config = config_of(base_of(family), **CASES[family])
     losses, _, before, after = train(config)

@@ -208,7 +208,7 @@ def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
 
 # TRL 1.16 and accelerate warn of what torch and transformers deprecate.
 @pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", "kto", pytest.param("ipo", marks=pytest.mark.product)])
 def test_twenty_steps_equal_trl_in_pytorch(base, tmp_path, kind):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
@@ -252,7 +252,8 @@ def trl_trainer(trl, transformers, datasets, model, folder, kind):
         config, kind = trl.KTOConfig(**common), trl.KTOTrainer
     else:
         record = {"prompt": "2 3", "chosen": "4", "rejected": "5"}
-        config, kind = trl.DPOConfig(**common), trl.DPOTrainer
+        losses = {"dpo": "sigmoid", "ipo": "ipo"}
+        config, kind = trl.DPOConfig(loss_type=[losses[kind]], **common), trl.DPOTrainer
     data = datasets.Dataset.from_list([record] * ROWS)
     trainer = kind(model, args=config, train_dataset=data, processing_class=tokenizer)
     trainer.model.eval()  # there is no dropout; eval mode only changes what TRL logs

@@ -12,7 +12,8 @@ from test_preference import BASE, batches, config_of, losses_of, train
 
 # TRL and transformers warn of what torch deprecates.
 @pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("kind", ["orpo", "simpo"])
+@pytest.mark.parametrize("kind", ["orpo", pytest.param("simpo", marks=pytest.mark.product)])
+@pytest.mark.slow
 def test_twenty_steps_equal_trl(tmp_path, kind):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     pytest.importorskip("trl", reason="needs the reference extra (trl)")

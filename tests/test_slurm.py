@@ -391,15 +391,9 @@ def test_each_attempt_has_its_own_token(tmp_path):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "scripts/slurm").glob("*.sbatch")), ids=lambda path: path.name
 )
-def test_checked_in_examples_equal_the_output_of_the_command(path):
+def test_checked_in_examples_equal_the_output_of_the_command(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     text = path.read_text()
     command = next(line for line in text.splitlines() if line.startswith("# python -m"))
-    words = shlex.split(command[2:])
-    done = subprocess.run(
-        [sys.executable, *words[1:4], "--dry-run", *words[4:]],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    assert text.replace(command + "\n", "") == done.stdout
+    assert main(["--dry-run", *shlex.split(command)[5:]]) == 0
+    assert text.replace(command + "\n", "") == capsys.readouterr().out
