@@ -33,7 +33,7 @@ def rounds_as_recorded() -> bool:
     )
 
 
-@pytest.fixture(params=list(RUNS))
+@pytest.fixture(params=[pytest.param("one_device", marks=pytest.mark.slow), "fsdp2_tp2"])
 def stored_run(request, tmp_path, monkeypatch):
     """Copy a stored run, whose config names the text relative to the working directory."""
     shutil.copytree(Path(__file__).parent / "compatibility", tmp_path / "compat")

@@ -124,6 +124,7 @@ def restores_of(records: list[dict]) -> list[tuple[int, str]]:
     return [(r["step"], r.get("tier", "run")) for r in records if r.get("event") == "restore"]
 
 
+@pytest.mark.product
 def test_after_a_pod_is_deleted_all_save_and_new_pods_resume(hosts, bucket, tmp_path, undisturbed):
     """The run is on a bucket; new pods have empty disks."""
     url = "s3://bucket/run"

@@ -394,7 +394,7 @@ def dropped_on_one_device():
     [
         ("1", {"num_microbatches": 2}),
         ("dp=2,tp=4", {"sequence_parallel": True}),
-        ("tp=4", {}),
+        pytest.param("tp=4", {}, marks=pytest.mark.product),
     ],
     ids=["microbatches2", "dp2_tp4_sequence", "tp4"],
 )

@@ -75,11 +75,7 @@ FLAGS = {
 }
 
 
-# Each state with two flags, and each flag with two states.
-PAIRS = [(s, f) for i, s in enumerate(STATES) for j, f in enumerate(FLAGS) if (j - i) % 6 < 2]
-
-
-@pytest.mark.parametrize(("state", "flag"), PAIRS)
+@pytest.mark.parametrize(("state", "flag"), [*zip(STATES, FLAGS, strict=True)])
 def test_a_rejected_start_changes_nothing(copy, state, flag):
     holder = STATES[state](copy)
     before = snapshot(copy)

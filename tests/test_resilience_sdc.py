@@ -45,11 +45,11 @@ def name_of(path) -> str:
 
 
 CASES = [
-    reference.Case("rotary", "dp=4"),
-    reference.Case("rotary", "dp=4,tp=2"),
     reference.Case("rotary", "dp=4,fsdp=2"),
     reference.Case("rotary", "pp=2,dp=4"),
     reference.Case("learned", "fsdp=4,tp=2"),
+    reference.Case("rotary", "dp=4"),
+    reference.Case("rotary", "dp=4,tp=2"),
     reference.Case("rotary", "dp=4", zero=1),
 ]
 
@@ -61,7 +61,11 @@ COMPILED = [
 """Cases that test_parity compiles too."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:3], *(pytest.param(case, marks=pytest.mark.product) for case in CASES[3:])],
+    ids=str,
+)
 def test_a_flipped_bit_is_detected_in_every_replicated_array(case):
     state = reference.place_state(case)
     subject = watch(case)
@@ -175,6 +179,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_bit_flip_in_training_stops_the_run_or_rolls_it_back(tmp_path, monkeypatch):
     from jaxdist.run.resilience.sdc_check import CorruptState
 
@@ -191,6 +196,7 @@ def test_a_bit_flip_in_training_stops_the_run_or_rolls_it_back(tmp_path, monkeyp
     assert '"sdc"' not in (tmp_path / "clean/metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_check_takes_less_than_a_hundredth_of_training(capsys):
     """At the default interval a check takes less than 1 % of the time of the steps between."""
     case = COMPILED[0]

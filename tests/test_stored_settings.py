@@ -39,20 +39,6 @@ def other_settings(directory):
     replace(directory, "sources", json.dumps([str(directory.parent / "other.txt")]))
 
 
-DAMAGES = {
-    "other": other_settings,
-    "absent": lambda directory: (directory / "config.toml").unlink(),
-    "torn": lambda directory: (directory / "config.toml").write_text("[model]\nd_mod"),
-}
-
-
-@pytest.fixture(params=DAMAGES)
-def damaged(request, original, tmp_path):
-    copy = shutil.copytree(original, tmp_path / "run")
-    DAMAGES[request.param](copy)
-    return copy
-
-
 def output_of(name, *arguments) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert run_here(name, *arguments) == 0
@@ -75,13 +61,16 @@ def read_by_every_command(run, out) -> dict:
     }
 
 
-@pytest.fixture(scope="module")
-def expected(original, tmp_path_factory):
-    return read_by_every_command(original, tmp_path_factory.mktemp("expected"))
-
-
-def test_commands_use_the_settings_of_the_checkpoint(expected, damaged, tmp_path):
-    assert read_by_every_command(damaged, tmp_path) == expected
+def test_commands_use_the_settings_of_the_checkpoint(original, tmp_path):
+    expected = read_by_every_command(original, tmp_path / "expected")
+    run = shutil.copytree(original, tmp_path / "run")
+    other_settings(run)
+    assert read_by_every_command(run, tmp_path) == expected
+    (run / "config.toml").write_text("[model]\nd_mod")
+    assert settings_of_run(run) == settings_of_run(original)
+    (run / "config.toml").unlink()
+    assert settings_of_run(run) == settings_of_run(original)
+    assert jaxdist.open(run).config == expected["open"]
 
 
 def test_a_resume_by_path_uses_the_settings_of_the_checkpoint(original, tmp_path):

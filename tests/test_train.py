@@ -147,6 +147,7 @@ def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, t
     assert dict(evals[0]) == dict(evals[1])
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
     run_dir = tmp_path / "run"
     process = subprocess.Popen(
@@ -187,7 +188,7 @@ def test_resume_never_rejects_a_directory_of_a_run(finished):
         run_here("train", *HERE, "--run-dir", finished[0], "--resume", "never")
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=8", "fsdp=4,tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=4,tp=2"])
 def test_evaluate_gives_the_same_loss_on_any_mesh(finished, mesh, capsys):
     capsys.readouterr()
     assert run_here("evaluate", finished[0], "--mesh", mesh, "--max_batches=2", "--json") == 0
@@ -207,17 +208,11 @@ def test_generate_gives_the_same_text_on_any_mesh(finished, capsys):
     assert texts[0].startswith("def f")
 
 
-def test_nan_step_is_skipped_and_counted_or_stops_the_run(tmp_path):
+def test_nan_step_stops_the_run(tmp_path):
     job = tiny("--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0")
-    assert run_here("train", *job, "--run-dir", tmp_path / "skip") == 0
-    flags = [r["applied"] for r in records(tmp_path / "skip", "train")]
-    assert not all(flags)
-    assert json.loads((tmp_path / "skip" / "summary.json").read_text())["skipped_steps"] >= 1
-    job += ["--run-dir", tmp_path / "stop", "--resilience.nonfinite_policy=stop"]
     with refused("resilience.nonfinite_policy", error=Stopped):
-        run_here("train", *job)
-    summary = json.loads((tmp_path / "stop" / "summary.json").read_text())
-    assert summary["exit_reason"] == "nonfinite_loss"
+        run_here("train", *job, "--run-dir", tmp_path, "--resilience.nonfinite_policy=stop")
+    assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
 
 
 def summary_of(run_dir):
@@ -232,6 +227,9 @@ def test_consecutive_skipped_steps_exit_with_87_and_name_a_finite_checkpoint(tmp
         run_here("train", *job)
     assert caught.value.exit_code == 87 and 87 in runtime.FINAL_CODES
     assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
+    assert summary_of(tmp_path)["skipped_steps"] == 4
+    applied = [r["applied"] for r in records(tmp_path, "train")]
+    assert applied == [True] + 4 * [False]
     assert {e["reason"] for e in events(tmp_path, "skipped_step")} == {"nonfinite_loss"}
 
 
@@ -256,18 +254,15 @@ def test_nonfinite_parameters_are_not_saved(tmp_path, monkeypatch):
     assert summary_of(tmp_path)["exit_reason"] == "nonfinite_loss"
 
 
-def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path):
+def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path, capsys):
     turns = lambda text: {
         "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
     }
     data = tmp_path / "chat.jsonl"
-    data.write_text("".join(json.dumps(turns("long " * 60)) + "\n" for _ in range(30)))
-    job = tiny("--steps", 4, "--train.global_batch_size=1", "--data.sources", data)
+    data.write_text("".join(json.dumps(turns("long " * 20_000)) + "\n" for _ in range(5)))
+    job = tiny("--steps", 4, "--data.sources", data, "--run-dir", tmp_path / "run")
     job += ["--data.records=chat", "--data.packing=documents", "--data.tokenizer=bytes"]
-    job += ["--resilience.max_skipped_steps=2"]
-    job += ["--mesh=dp=1", "--simulate=1", "--run-dir", tmp_path / "run"]
-    done = run("train", *job)
-    assert done.returncode == 0, done.stderr
+    assert run_here("train", *job, "--resilience.max_skipped_steps=2") == 0
     steps = records(tmp_path / "run", "train")
     assert [(r["loss"], r["grad_norm"], r["weight"], r["applied"]) for r in steps] == [
         (None, None, 0, False)
@@ -275,8 +270,8 @@ def test_steps_without_labels_are_counted_and_have_no_loss(tmp_path):
     assert {e["reason"] for e in events(tmp_path / "run", "skipped_step")} == {"no_labels"}
     assert summary_of(tmp_path / "run")["skipped_steps"] == 4
     assert events(tmp_path / "run", "eval_no_labels")
-    assert "no labels" in done.stdout + done.stderr
-    assert run("report", tmp_path / "run").returncode == 0
+    assert "no labels" in "".join(capsys.readouterr())
+    assert run_here("tools.report.__main__", tmp_path / "run") == 0
 
 
 def events(run_dir, name):
