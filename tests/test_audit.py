@@ -25,7 +25,7 @@ from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
 from jaxdist.models import CnnConfig, DecoderConfig
-from jaxdist.plan.audit import audit_program, transfers
+from jaxdist.plan.audit import audit_program, step
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -316,13 +316,13 @@ def test_unused_values_are_not_communicated(is_printed):
     step = jax.shard_map(backward, mesh=mesh, in_specs=(split, P()), out_specs=split)
     traced = jax.make_jaxpr(step)(jnp.ones(8), jnp.ones(8)).jaxpr
     body = find_manual(traced).params["jaxpr"]
-    moved = {t.kind for t in transfers.transfers_of(body, {"tensor": 2})}
+    moved = {t.kind for t in step.transfers_of(body, {"tensor": 2})}
     assert moved == {"reduce-scatter", *(["all-gather"] if is_printed else [])}
 
 
 @pytest.mark.parametrize("file", ["context_parallel.py", "ring.py"])
 def test_attention_traffic_is_named_in_every_file(file):
-    package = Path(transfers.__file__).parents[2]
+    package = Path(step.__file__).parents[2]
     frame = SimpleNamespace(
         file_name=str(package / "core" / "attention" / file), line_num=1, function_name="send"
     )
@@ -330,7 +330,7 @@ def test_attention_traffic_is_named_in_every_file(file):
         primitive=SimpleNamespace(name="ppermute"),
         source_info=SimpleNamespace(traceback=SimpleNamespace(frames=[frame])),
     )
-    assert transfers.purpose_of(equation) == "attention over split rows"
+    assert step.purpose_of(equation) == "attention over split rows"
 
 
 # --- the command ---

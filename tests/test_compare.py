@@ -13,14 +13,18 @@ import pytest
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import read_run
 from jaxdist.run.audit import _batch
-from jaxdist.run.diagnostic_step import make_diagnostic_step
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.compare import rerun
 from jaxdist.tools.compare.__main__ import _recorded_otherwise, describe, main
 from jaxdist.tools.compare.records import read_divergence
-from jaxdist.tools.compare.rerun import RerunStep, first_difference, rerun_steps
+from jaxdist.tools.compare.rerun import (
+    RerunStep,
+    first_difference,
+    make_diagnostic_step,
+    rerun_steps,
+)
 
 STEPS = 3
 FLAGS = ["--model.d_model=16", "--model.num_layers=2", "--model.num_heads=2", "--model.mlp_dim=32"]

@@ -14,7 +14,7 @@ from refusals import missing
 from jaxdist.models.weights import num_params
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.settings import ConfigError
-from jaxdist.tools.doctor import software, variables
+from jaxdist.tools.doctor import host, variables
 from jaxdist.tools.doctor.checks import read_doctor
 from jaxdist.tools.doctor.findings import (
     Finding,
@@ -181,13 +181,13 @@ CUDA = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "driver": "5
     ],
 )
 def test_incompatible_versions_are_errors(versions, nvidia, words):
-    facts, finding = software.check_versions(versions, nvidia)
+    facts, finding = host.check_versions(versions, nvidia)
     assert facts.severity == "ok" and finding.severity == "error"
     assert words in finding.text
 
 
 def test_compatible_versions_are_fine():
-    assert severities(software.check_versions(GOOD, CUDA)) == ["ok"]
+    assert severities(host.check_versions(GOOD, CUDA)) == ["ok"]
 
 
 def test_the_digest_of_the_code_depends_on_every_byte_and_name(tmp_path):
@@ -209,10 +209,10 @@ def test_the_digest_of_the_code_depends_on_every_byte_and_name(tmp_path):
 def test_the_process_with_different_code_is_reported():
     same = {"code": "aaa", "jax": "0.10.2", "tokenizers": "1"}
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
-    findings = software.compare(everyone)
+    findings = host.compare(everyone)
     assert severities(findings) == ["error", "warning"]
     assert missing(findings[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
-    assert severities(software.compare([("n0", same), ("n1", same)])) == ["ok"]
+    assert severities(host.compare([("n0", same), ("n1", same)])) == ["ok"]
 
 
 # -- the command -----------------------------------------------------------------------------------

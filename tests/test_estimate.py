@@ -38,7 +38,7 @@ from jaxdist.plan.estimate.time import (
     layer_backward,
     model_flops_per_token,
 )
-from jaxdist.plan.scaling import smaller_batch
+from jaxdist.plan.planner import smaller_batch
 from jaxdist.run.setup import assemble
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.remat import POLICIES
 from jaxdist.plan.options import PlanConfig, clusters_of, read_plan
-from jaxdist.plan.scaling import Sizes, nearest
+from jaxdist.plan.planner import Sizes, nearest
 from jaxdist.plan.text import drawings
 from jaxdist.settings import ConfigError
 from jaxdist.settings.schema import fields_of

@@ -23,7 +23,7 @@ from jaxdist.data import DataConfig
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.weights import num_params
-from jaxdist.plan.compiled import check, gpu_target
+from jaxdist.plan.compiled import check
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import HloInstruction
 from jaxdist.plan.estimate.attention import cudnn_scratch
@@ -348,7 +348,7 @@ def test_the_workspace_of_cudnn_equals_measurements(gpu, result, bytes_):
 
 @pytest.mark.parametrize("name", sorted(GPUS))
 def test_every_gpu_of_the_catalogue_can_be_described_to_the_compiler(name):
-    text = gpu_target.target_text(GPUS[name])
+    text = compiler.target_text(GPUS[name])
     assert f"core_count: {GPUS[name].num_sms}\n" in text
     assert text.count("{") == text.count("}")
 
@@ -356,7 +356,7 @@ def test_every_gpu_of_the_catalogue_can_be_described_to_the_compiler(name):
 def test_a_gpu_of_an_unknown_architecture_is_refused():
     strange = dataclasses.replace(GPUS["h100"], compute_capability="6.0")
     with refused("'6.0'", "Known: 7.5"):
-        gpu_target.target_text(strange)
+        compiler.target_text(strange)
 
 
 def test_stages_and_offloaded_state_are_counted_before_compiling():

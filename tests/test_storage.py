@@ -218,7 +218,7 @@ OTHER_FILES = {
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
     "tools/doctor/checks.py": "which parent of a run directory exists, to measure it",
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
-    "tools/launch/worker.py": "logs of workers, which the launcher opens on the local disk",
+    "tools/launch/worker_group.py": "logs of workers, which the launcher opens on the local disk",
     "tools/launch/fork_server.py": "/dev/null, which workers read as their input",
     "tools/launch/kubernetes.py": "the config file that goes along with the job",
     "tools/launch/slurm.py": "the batch script that the user asked for",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.run.monitoring.timers import steady_clock
-from jaxdist.tools.launch import resources, worker, worker_group
+from jaxdist.tools.launch import resources, worker_group
 from jaxdist.tools.launch.resources import OomKills
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
@@ -34,7 +34,7 @@ def clock_set_back(monkeypatch):
 @pytest.mark.parametrize("kills", [0, 1])
 def test_out_of_memory_is_distinguished_from_other_kills(tmp_path, monkeypatch, script, kills, own):
     counts = iter([OomKills(4, own), *[OomKills(4 + kills, own)] * 9])
-    monkeypatch.setattr(worker, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(worker_group, "count_oom_kills", lambda: next(counts))
     result = run(tmp_path, script)
     assert result.exit_code == 137 and "SIGKILL" in result.cause
     assert ("dmesg" in result.cause) == (not (kills and own))  # the kernel reported the cause
@@ -61,10 +61,10 @@ def test_remaining_processes_have_time_to_report_except_after_a_kill(
 def test_old_oom_kill_is_not_reported_as_the_cause(tmp_path, monkeypatch):
     """A kill in the last minute is, because the kernel needs time to free much memory."""
     kills, now = iter([0, 1, 1, 1]), [0.0]
-    monkeypatch.setattr(worker, "count_oom_kills", lambda: OomKills(next(kills)))
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(worker_group, "count_oom_kills", lambda: OomKills(next(kills)))
+    monkeypatch.setattr(worker_group.time, "monotonic", lambda: now[0])
     counts = []
-    process = worker.Worker(
+    process = worker_group.Worker(
         ["sleep", "60"], {"JAXDIST_PROCESS_ID": "0"}, tmp_path / "process-0.log", ""
     )
     process.process.poll = lambda: None

@@ -25,20 +25,21 @@ from jaxdist.plan.estimate.cost import (
     checkpoint_bytes,
 )
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges
-from jaxdist.plan.estimate.suggestions import smallest_changes
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges, smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, narrow_problems, survivable_losses
-from jaxdist.plan.scaling import (
+from jaxdist.plan.planner import (
     USUAL_DAYS,
+    Plan,
     Size,
     Sizes,
     compared,
+    narrow_problems,
     nearest,
     right_sizes,
     size_of,
     smaller_batch,
+    survivable_losses,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
 from jaxdist.settings.schema import join_choices

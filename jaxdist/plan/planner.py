@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from jaxdist.core import matmul
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
-from jaxdist.hardware import Cluster, Gpu
+from jaxdist.core.types import Model, rows_per_example
+from jaxdist.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
@@ -25,11 +27,10 @@ from jaxdist.plan.estimate.cost import (
     run_cost,
     storage_rate,
 )
-from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.largest_batch import largest_batch
-from jaxdist.plan.estimate.memory import usable_bytes
+from jaxdist.plan.estimate.job import Job, with_section
+from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
-from jaxdist.plan.estimate.remat import choose_remat
+from jaxdist.plan.estimate.remat import TOLERANCE, choose_remat, policies_of
 from jaxdist.plan.estimate.restart import Restart, restart_of
 from jaxdist.plan.estimate.search import Candidate, SearchResult, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
@@ -235,3 +236,143 @@ def survivable_losses(
     shards = [str(sorted(set(zip(*by_node[:, n].tolist(), strict=True)))) for n in range(num_nodes)]
     domains = [FailureDomain("", f"node{n:0{len(str(num_nodes - 1))}}") for n in range(num_nodes)]
     return survivable(holders(domains, shards, neighbours), domains)
+
+
+_MOST_ROWS = 1 << 16
+"""Rows of a microbatch from which on the search ends: a toy model fits with any."""
+
+
+def largest_batch(job: Job, remat: str) -> Candidate | None:
+    """Return the run with most rows that fits without accumulation of gradients; None if none does.
+
+    Mesh and other settings are those of `job`, which keeps its number of microbatches only with
+    pipeline stages. `remat` is the policy, or "auto" for the fastest that fits, as in training. The
+    estimate must fit with its error, `TOLERANCE`.
+    """
+    limit = usable_bytes(job)
+    count = 1 if job.stages is None else job.num_microbatches
+    unit = rows_per_example(job.model.objective)
+
+    def with_rows(examples: int) -> Job:
+        rows = examples * unit * count * job.spec.num_replicas
+        return job.changed("train", global_batch_size=rows, num_microbatches=count, remat=remat)
+
+    def fits(examples: int) -> bool:
+        tried = with_rows(examples)
+        policies = policies_of(tried)[::-1] if remat == "auto" else [remat]  # least memory first
+        jobs = (tried.changed("train", remat=policy) for policy in policies)
+        return any(estimate_memory(one).total_bytes * (1 + TOLERANCE) <= limit for one in jobs)
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high <= _MOST_ROWS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1 and low < _MOST_ROWS:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    largest = with_rows(low)
+    choice = choose_remat(largest, limit)
+    return Candidate.of(largest if choice is None else choice.job)
+
+
+_KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
+"""GPU types that are always compared, besides the requested type and the user's own."""
+
+_MOST_GPUS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """The fastest candidate that fits a number of GPUs of one type, with the run's cost."""
+
+    cluster: Cluster
+    choice: Candidate
+    cost: RunCost
+
+
+def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
+    """Return the GPUs to compare by name: usual types, the user's own, the requested type."""
+    names = [*_KINDS, *(name for name in catalog if name not in GPUS)]
+    return {name: catalog[name] for name in names if name in catalog} | {requested.name: requested}
+
+
+def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
+    """Return the best candidate on a cluster; None if no legal one fits."""
+    best = search(config.run, cluster, model, stages=False).best
+    if best is None:
+        return None
+    _, cost = price_run(config, best)
+    return Size(cluster=cluster, choice=best, cost=cost)
+
+
+def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
+    """Halve the batch until it fits on the cluster; return the best candidate, or None."""
+    rows = run.train.global_batch_size
+    while rows := rows // 2:
+        smaller = with_section(run, "train", global_batch_size=rows)
+        best = search(smaller, cluster, model, stages=False).best
+        if best is not None:
+            return best
+    return None
+
+
+def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
+    """Yield sizes for a GPU type, doubling the number from the smallest that fits."""
+    number = 1
+    while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
+        if number * gpu.memory_bytes >= state_bytes:
+            size = size_of(config, Cluster.of(gpu, number), model)
+            if size is not None:
+                yield size
+        number *= 2
+
+
+USUAL_DAYS = 90.0
+"""Longest run in days to recommend if there is no deadline."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes for several GPU types: all that fit, and the best for each type.
+
+    `best` has, for each type, the smallest size within the limits, or without a deadline the
+    fastest.
+    """
+
+    best: tuple[Size, ...]
+    tried: tuple[Size, ...]
+
+
+def right_sizes(
+    config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
+) -> Sizes:
+    """Return, for each type, the smallest doubled size that meets the deadline or `USUAL_DAYS`."""
+    limits = config.limits
+    within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
+    best: list[Size] = []
+    tried: list[Size] = []
+    fastest: list[Size] = []
+    for gpu in catalog.values():
+        here: list[Size] = []
+        for size in sizes_of(config, gpu, state_bytes, model):
+            here.append(size)
+            if not within.late(size.cost):  # else try more of them, which are faster
+                best.append(size)
+                break
+        tried += here
+        fastest += [min(here, key=lambda size: size.cost.days)] if here else []
+    if not best and not limits.days:
+        best = fastest
+    best = [size for size in best if not limits.dear(size.cost)]
+    return Sizes(best=tuple(sorted(best, key=lambda size: size.cost.money)), tried=tuple(tried))
+
+
+def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
+    """Return the cheapest size within the deadline and the fastest within the budget."""
+    in_time = [size for size in sizes.tried if not limits.late(size.cost)]
+    affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
+    return (
+        min(in_time, key=lambda size: size.cost.money, default=None),
+        min(affordable, key=lambda size: size.cost.days, default=None),
+    )

@@ -28,7 +28,7 @@ from jaxdist.config import RunConfig
 from jaxdist.config.command_line import stored_run
 from jaxdist.core.mesh import factorisations
 from jaxdist.plan.audit import Audit
-from jaxdist.plan.audit.transfers import Transfer
+from jaxdist.plan.audit.step import Transfer
 from jaxdist.plan.compiled.collectives import SCALAR_BYTES, Collective, read_collectives
 from jaxdist.run.audit import audit_parts
 from jaxdist.run.setup import Parts, assemble

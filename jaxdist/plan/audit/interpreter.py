@@ -18,12 +18,12 @@ from jax.extend import core
 
 from jaxdist.core.collective_order import COLLECTIVES
 from jaxdist.core.collectives import TOKEN_VALUES
-from jaxdist.plan.audit import contractions, elementwise, shapes
-from jaxdist.plan.audit.contractions import MissingGather
-from jaxdist.plan.audit.elementwise import OmittedSum, Rule
+from jaxdist.plan.audit import shapes
 from jaxdist.plan.audit.flow import HOLDERS, Path, inputs_reached, is_mean
+from jaxdist.plan.audit.shapes import MissingGather
 from jaxdist.plan.audit.states import (
     CONSTANT,
+    ELEMENTWISE,
     EQUAL,
     FIXED,
     INDEX,
@@ -31,9 +31,12 @@ from jaxdist.plan.audit.states import (
     ROW,
     VARYING,
     ZERO,
+    OmittedSum,
+    Rule,
     dims_of,
     is_split,
     join,
+    join_all,
     like,
     moved,
     name_of,
@@ -41,7 +44,7 @@ from jaxdist.plan.audit.states import (
     split,
 )
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **contractions.RULES}
+RULES: dict[str, Rule] = {**ELEMENTWISE, **shapes.RULES}
 
 SUMS = operations(
     "psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter psum_scatter"
@@ -324,13 +327,11 @@ class Interpreter:
         return [self._chosen(which, states) for states in zip(*out, strict=True)]
 
     def _chosen(self, which: States, cases: Sequence[States]) -> States:
-        states = []
-        for index, choice in enumerate(which):
-            total = ZERO
-            for case in cases:
-                total = join(total, case[index])
-            states.append(total if choice in FIXED or total == ZERO else VARYING)
-        return tuple(states)
+        totals = map(join_all, zip(*cases, strict=True))
+        return tuple(
+            total if choice in FIXED or total == ZERO else VARYING
+            for choice, total in zip(which, totals, strict=True)
+        )
 
     def _check_branches(
         self, equation: Any, which: States, branches: Sequence[Any], path: Path, live: bool
@@ -354,9 +355,8 @@ def names_of(equation: Any) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(a for a in named if isinstance(a, str))
 
 
-def _unknown(equation: Any, states: Sequence[int]) -> int:
+def _unknown(_: Any, states: Sequence[int]) -> int:
     """Return EQUAL or CONSTANT if all operands are equal on all devices, else VARYING."""
-    del equation
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
     return VARYING

@@ -17,8 +17,7 @@ from jaxdist.hardware import GPUS, Cluster, Gpu, gpu_of
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
-from jaxdist.plan.estimate.search import Candidate, search
-from jaxdist.plan.estimate.suggestions import smallest_changes
+from jaxdist.plan.estimate.search import Candidate, search, smallest_changes
 from jaxdist.runtime import coordination
 from jaxdist.runtime.backend import PINNED_LIMIT_GIB, host_memory_bytes, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import in_bytes, percent

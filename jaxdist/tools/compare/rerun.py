@@ -9,12 +9,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxdist.checkpoint import pytree
-from jaxdist.checkpoint.checksum import checksums
+from jaxdist.checkpoint.checksum import checksum, checksums
+from jaxdist.core import collectives
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.state import TrainState
-from jaxdist.core.types import Batch
+from jaxdist.core.step import make_context, make_value_and_grad
+from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
+from jaxdist.core.weights import GROUPS
 from jaxdist.data import Loader, open_datasets
-from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
 from jaxdist.run.replay import History, loss_and_norm, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts, decide_step
@@ -136,3 +144,155 @@ def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Ba
     for number, batch in enumerate(loader, start=step):
         history.check(number, loader.first_sample, loader.digest)
         yield batch
+
+
+Digests = dict[str, Any]
+"""Name of a tensor -> digest, in the order in which a step computes them."""
+
+_PROBE = "digests"
+_STAGES = ("input", "output", "gradient of the output")
+_LANES = 8
+"""Numbers per digest. Each is an integer below 256, so a cast to bfloat16 is exact."""
+
+
+def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
+    """Return (state, batch [global_batch_size, ...]) -> digests; the state is not donated."""
+    model = _with_probe(parts.model) if parts.model.num_layers else parts.model
+    gradients = make_value_and_grad(
+        model,
+        parts.layout,
+        parts.plan,
+        make_context(model, parts.layout, parts.plan),
+    )
+
+    @jax.jit
+    def step(state: TrainState, batch: Batch) -> dict[str, Any]:
+        lanes: Array | None = None
+        key = jax.random.fold_in(state.key, state.step)
+        params, scale = state.params, state.loss_scale.get("scale", jnp.ones((), jnp.float32))
+        if model is not parts.model:
+            zeros = jnp.zeros((model.num_layers, len(_STAGES) * _LANES), jnp.float32)
+            params = {**params, "layers": {**params["layers"], _PROBE: zeros}}
+        sums, grads, norm = gradients(params, batch, key, scale)
+        if model is not parts.model:
+            lanes = grads["layers"].pop(_PROBE)
+        return {
+            **{item: _digests(tree) for item, tree in state.groups.items()},
+            "opt_state": _digests(state.opt_state),
+            "batch": {name: checksum(values) for name, values in batch.items()},
+            "lanes": lanes,
+            "sums": {**sums, "grad_norm": norm},
+            "grads": _digests(grads),
+        }
+
+    order = np.argsort(
+        execution_order(model.num_layers, parts.spec[PIPELINE], parts.num_virtual_stages)
+    )
+
+    def in_model_order(digests: dict[str, Any]) -> dict[str, Any]:
+        """Reorder digests [layers, ...] from execution order to that of the model."""
+        return jax.tree.map(lambda x: x[order] if np.ndim(x) else x, jax.device_get(digests))
+
+    return lambda state, batch: _in_order(in_model_order(step(state, batch)))
+
+
+def _digests(tree: Any) -> dict[str, Array]:
+    """Return a uint32 digest by leaf name, [layers] for leaves of the stacked layers, else []."""
+    digests = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        stacked = "layers" in name.split("/") and leaf.ndim
+        digests[name] = jax.vmap(checksum)(leaf) if stacked else checksum(leaf)
+    return digests
+
+
+def _in_order(digests: dict[str, Any]) -> Digests:
+    """Return the digests by name, in the order in which a step computes them."""
+    ordered: Digests = {}
+    lanes = digests["lanes"]
+    for part in (*(group.item for group in GROUPS.values()), "opt_state"):
+        ordered |= _by_layer(digests[part], part)
+    ordered |= {f"batch/{name}": int(digest) for name, digest in digests["batch"].items()}
+    count = 0 if lanes is None else len(lanes)
+    parts = [] if lanes is None else np.split(np.asarray(lanes), len(_STAGES), axis=1)
+    for layer in range(count):
+        for stage in (0, 1):
+            ordered[f"layer {layer}: {_STAGES[stage]}"] = parts[stage][layer].tobytes()
+    sums = dict(digests["sums"])
+    norm = sums.pop("grad_norm")
+    ordered |= {name: np.asarray(value).tobytes() for name, value in sums.items()}
+    for layer in reversed(range(count)):
+        ordered[f"layer {layer}: {_STAGES[2]}"] = parts[2][layer].tobytes()
+    ordered |= _by_layer(digests["grads"], "gradient")
+    return ordered | {"grad_norm": np.asarray(norm).tobytes()}
+
+
+def _by_layer(digests: dict[str, Any], part: str) -> Digests:
+    named: Digests = {}
+    for name, digest in digests.items():
+        if np.ndim(digest):
+            named |= {f"{part}/{name}, layer {i}": int(one) for i, one in enumerate(digest)}
+        else:
+            named[f"{part}/{name}"] = int(digest)
+    return named
+
+
+def _with_probe(model: Model) -> Model:
+    """Return the model with an extra leaf of its stacked layers, [layers, stages * lanes]."""
+    layers = {**model.axes["layers"], _PROBE: Dims(("layers", None))}
+    block: Any = model.block
+
+    def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
+        """Apply the block to x [batch, seq_shard, d_model], with digests in `lanes`."""
+        weights = dict(weights)
+        lanes = weights.pop(_PROBE)
+        before = x
+        x, sums = block(weights, x, aux, context)
+        return _observe(x, jax.lax.stop_gradient(before), lanes), sums
+
+    def init(key: Array) -> Params:
+        params = model.init(key)
+        lanes = jnp.zeros((model.num_layers, len(_STAGES) * _LANES), jnp.float32)
+        return {**params, "layers": {**params["layers"], _PROBE: lanes}}
+
+    axes = {**model.axes, "layers": layers}
+    return dataclasses.replace(model, block=probed, axes=axes, init=init)
+
+
+@jax.custom_vjp
+def _observe(x: Array, before: Array, lanes: Array) -> Array:
+    """Return `x` [batch, seq_shard, d_model]; the gradient of `lanes` is set to digests.
+
+    The digests, [3 · _LANES], are those of `before`, of `x` and of the gradient of `x`.
+    """
+    return x
+
+
+def _forward(x: Array, before: Array, lanes: Array) -> tuple[Array, Any]:
+    """Apply `_observe` to x [batch, seq_shard, d_model], and save the digests of both inputs."""
+    return x, (_lanes(before), _lanes(x), before, lanes)
+
+
+def _backward(saved: Any, gradient: Array) -> tuple[Array, Array, Array]:
+    """Return the gradients of x, of `before` (0) and of `lanes` [3 · _LANES] (digests)."""
+    digest_before, digest_after, before, lanes = saved
+    digests = jnp.concatenate([digest_before, digest_after, _lanes(gradient)])
+    axes = collectives.varying_axes(lanes)
+    # Devices of the tensor axis hold shards or equal copies of an activation. In both cases the sum
+    # over the devices is a digest of the activation.
+    digests = collectives.vary(digests, tuple(axes))
+    if extra := tuple(collectives.varying_axes(digests) - axes):
+        digests = collectives.all_reduce(digests, extra)
+    return gradient, collectives.zeros_like(before), digests.astype(lanes.dtype)
+
+
+_observe.defvjp(_forward, _backward)
+
+
+def _lanes(x: Array) -> Array:
+    """Return a digest of a local array of any shape: float32 [_LANES], integers below 256."""
+    low = checksum(x)
+    high = checksum(x[::-1])
+    shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
+    words = jnp.concatenate([(low >> shifts) & 0xFF, (high >> shifts) & 0xFF])
+    return words.astype(jnp.float32)

@@ -24,7 +24,7 @@ from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import advice_for
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, problems_of, read_settings, setting
-from jaxdist.tools.doctor import devices, findings, gpus, host, processes, software, variables
+from jaxdist.tools.doctor import devices, findings, gpus, host, processes, variables
 from jaxdist.tools.doctor.findings import Finding, Reported, error, note, ok
 
 COMMAND = "jaxdist.doctor"
@@ -110,7 +110,7 @@ def run(config: DoctorConfig) -> int:
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
     """Return findings of one process about its host, software and environment."""
     gpu_findings, num_gpus = gpus.examine_gpus()
-    results = [*software.check_versions(versions(), nvidia_versions()), *gpu_findings]
+    results = [*host.check_versions(versions(), nvidia_versions()), *gpu_findings]
     try:
         plan = runtime.resolve(environ, config.runtime, num_gpus)
     except ConfigError:  # reported when the job is joined
@@ -145,7 +145,7 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
     if job.num_processes > 1:
         packages = versions() | nvidia_versions() | {"code": code_digest()}
         everyone = _gather("software", packages, config)
-        results += software.compare(list(zip(hosts, everyone, strict=True)))
+        results += host.compare(list(zip(hosts, everyone, strict=True)))
         results += _network(config, job, hosts)
         results += _shared_directory(config, job, hosts)
     spec, mesh_findings = _mesh(config, job)

@@ -39,8 +39,7 @@ from jaxdist.settings import ConfigError
 from jaxdist.tools.launch import log
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
-from jaxdist.tools.launch.worker import start_command
-from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
+from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup, start_command
 
 _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
 
