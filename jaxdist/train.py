@@ -53,8 +53,7 @@ def run(
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
-    from jaxdist.run.data_checks import check_data_fits, in_examples
-    from jaxdist.run.epochs import with_steps
+    from jaxdist.run.data_checks import check_data_fits, in_examples, with_steps
     from jaxdist.run.reference import with_reference
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session

@@ -21,7 +21,7 @@ from jaxdist.checkpoint import (
     orbax_io,
     restore,
 )
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.events import CorruptCheckpoint
 from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
 

@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, manifest
-from jaxdist.checkpoint.errors import make_group
+from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save import Saved, best_steps, steps_to_delete
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.runtime.storage import locate

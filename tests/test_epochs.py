@@ -12,8 +12,8 @@ from refusals import refused
 from jaxdist.config import read_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.data import open_datasets
-from jaxdist.run.early_stopping import EarlyStopping
-from jaxdist.run.epochs import with_steps
+from jaxdist.run.data_checks import with_steps
+from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.tools.report.page import draw_curves
 from jaxdist.tools.report.runs import read_runs
 from jaxdist.tools.report.table import text_table

@@ -13,7 +13,7 @@ from refusals import refused
 from tiny import CONFIGS, Case, Trace, distance, largest, run
 
 from jaxdist.config import RunConfig
-from jaxdist.core.matmul import fp8, fp8_weights, problems
+from jaxdist.core.matmul import fp8, problems
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import TrainConfig
@@ -136,10 +136,10 @@ def test_every_device_scales_by_the_largest_value_of_all():
     spec, gathered = P("fsdp", "tensor"), P(None, "tensor", "fsdp")
 
     def both(x, w):
-        own = fp8_weights.round_weights(w, P("tensor", "fsdp"), True, jnp.float32)
+        own = fp8.round_weights(w, P("tensor", "fsdp"), True, jnp.float32)
         near = jax.tree.map(lambda leaf: leaf[0], own)
         float32 = jnp.dtype("float32")
-        w = fp8_weights.gather(w[0], near, P(None, "fsdp"), float32, reduce_dtype=float32)
+        w = fp8.gather(w[0], near, P(None, "fsdp"), float32, reduce_dtype=float32)
         multiply = functools.partial(fp8.make_dot(("fsdp", "tensor"), "cpu"), "a b, b c -> a c")
         out, pull = jax.vjp(multiply, x, w.values)
         dx, dw = pull(x[:, :4])

@@ -15,7 +15,7 @@ from refusals import missing
 
 from jaxdist.run import metrics_log
 from jaxdist.run.metrics_log import RecordWriter, read_records
-from jaxdist.run.monitoring.tensorboard import TensorBoard
+from jaxdist.run.monitoring.trackers import TensorBoard
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime import storage
 

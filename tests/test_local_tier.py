@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.events import CorruptCheckpoint
 from jaxdist.checkpoint.local import lineage, tier
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.store import LocalStore, Save, newest

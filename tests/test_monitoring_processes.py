@@ -14,10 +14,10 @@ from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.monitoring import gpu_stats as sensors_module
+from jaxdist.run.monitoring import environment as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.console import idle_lines
-from jaxdist.run.monitoring.gpu_stats import GpuStats
+from jaxdist.run.monitoring.environment import GpuStats
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.stragglers import (
     MAX_LISTED,

@@ -15,7 +15,7 @@ from object_servers import SECRET, Message
 from refusals import missing
 
 from jaxdist.checkpoint import lock, manifest
-from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.events import CheckpointError
 from jaxdist.data.corpus import Corpus
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import flush_appended, locate, objects

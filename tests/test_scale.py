@@ -14,7 +14,7 @@ from refusals import missing
 
 from jaxdist.checkpoint import manifest, restore, save
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.errors import make_group
+from jaxdist.checkpoint.events import make_group
 from jaxdist.runtime import coordination, distributed
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.storage import locate

@@ -143,8 +143,7 @@ EXCEPTIONS = {
     "run.startup": "reports the estimates of remat policies",
     "run.session": "names the device in a key",
     "run.monitoring.monitor": "reports the device",
-    "run.monitoring.environment": "reports the device",
-    "run.monitoring.gpu_stats": "asks the driver if there is one",
+    "run.monitoring.environment": "reports the device, and asks the driver if there is one",
 }
 """Module -> why it may read them outside of the plan."""
 

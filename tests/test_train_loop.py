@@ -8,10 +8,10 @@ from refusals import missing
 
 from jaxdist import train
 from jaxdist.checkpoint import CheckpointConfig, CheckpointError
-from jaxdist.checkpoint.errors import make_group
+from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
-from jaxdist.run.early_stopping import EarlyStopping
+from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxdist.checkpoint.checkpointer import Checkpointer
     from jaxdist.checkpoint.config import CheckpointConfig
-    from jaxdist.checkpoint.errors import CheckpointError
+    from jaxdist.checkpoint.events import CheckpointError
     from jaxdist.checkpoint.save_schedule import Due
 
 __all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Due"]
 
 _MODULES = {
     "CheckpointConfig": "config",
-    "CheckpointError": "errors",
+    "CheckpointError": "events",
     "Checkpointer": "checkpointer",
     "Due": "save_schedule",
 }

@@ -19,8 +19,14 @@ from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
-from jaxdist.checkpoint.events import Event, EventLog, one_line
+from jaxdist.checkpoint.events import (
+    CheckpointError,
+    CorruptCheckpoint,
+    Event,
+    EventLog,
+    make_group,
+    one_line,
+)
 from jaxdist.checkpoint.local import lineage
 from jaxdist.checkpoint.local.copies import Survivable
 from jaxdist.checkpoint.local.tier import LocalTier

@@ -28,7 +28,7 @@ from jaxdist.checkpoint import orbax_io, pytree
 from jaxdist.checkpoint.blocks import Index, dtype_of, even_chunk
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CorruptCheckpoint, MismatchError
+from jaxdist.checkpoint.events import CorruptCheckpoint, MismatchError
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.step.grouped_update import Groups
 from jaxdist.runtime.formatting.numbers import in_bytes

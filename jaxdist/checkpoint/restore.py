@@ -14,8 +14,13 @@ from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, MismatchError
-from jaxdist.checkpoint.events import EventLog, one_line
+from jaxdist.checkpoint.events import (
+    CheckpointError,
+    CorruptCheckpoint,
+    EventLog,
+    MismatchError,
+    one_line,
+)
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location

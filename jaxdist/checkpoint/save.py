@@ -27,8 +27,7 @@ from jaxdist.checkpoint import lock, manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, make_group
-from jaxdist.checkpoint.events import EventLog, Outcome, one_line
+from jaxdist.checkpoint.events import CheckpointError, EventLog, Outcome, make_group, one_line
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp

@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.checkpoint import manifest, orbax_io
 from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, grid, relative
 from jaxdist.checkpoint.checksum import part_checksum
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.events import CorruptCheckpoint
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, locate
 

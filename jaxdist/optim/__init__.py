@@ -8,7 +8,11 @@ An optimizer maps gradients to a direction that includes weight decay. The train
 """
 
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.freeze import frozen_problems, is_frozen, with_frozen
-from jaxdist.optim.groups import group_problems
-from jaxdist.optim.learning_rate import LrSchedule, make_lr_schedule
-from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer
+from jaxdist.optim.groups import frozen_problems, group_problems, is_frozen, with_frozen
+from jaxdist.optim.rules import (
+    LrSchedule,
+    decay_mask,
+    hidden_matrices,
+    make_lr_schedule,
+    make_optimizer,
+)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from jaxdist.config import RunConfig, offload_process_problems
 from jaxdist.config.command_line import ALIASES
 from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
-from jaxdist.hardware.gpu import DISK_BYTES_PER_S
+from jaxdist.hardware.catalog import DISK_BYTES_PER_S
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, STORAGE_BYTES_PER_S, Limits
 from jaxdist.runtime.storage import read_url
 from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting

@@ -8,7 +8,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import draw, simulate
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.hardware.gpu import HOST_BYTES_PER_S
+from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled

@@ -22,8 +22,7 @@ from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
 from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.early_stopping import EarlyStopping
-from jaxdist.run.evaluation_loop import NoLabels, evaluate
+from jaxdist.run.evaluation_loop import EarlyStopping, NoLabels, evaluate
 from jaxdist.run.gradient_checks import FIRST_STEPS, without_gradient
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.environment import environment, versions

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint import Checkpointer, pytree
-from jaxdist.checkpoint.errors import MismatchError
+from jaxdist.checkpoint.events import MismatchError
 from jaxdist.config import RunConfig, parse_run
 from jaxdist.core import matmul
 from jaxdist.core.parallel.context import CONTEXT
@@ -28,7 +28,7 @@ from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.models.weights import num_params
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.early_stopping import EarlyStopping
+from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import decode, read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard

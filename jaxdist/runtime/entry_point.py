@@ -28,7 +28,7 @@ from jaxdist.runtime.coordination.failure_broadcast import (
     write_error_file,
 )
 from jaxdist.runtime.formatting.tables import few
-from jaxdist.runtime.limits import raise_limits
+from jaxdist.runtime.host_memory import raise_limits
 from jaxdist.runtime.storage import flush_appended, is_url, locate
 from jaxdist.settings import ConfigError
 

@@ -1,4 +1,4 @@
-"""Tune how much freed memory the process keeps, if its C library is glibc.
+"""Limits of open files, and how much freed memory the process keeps if its C library is glibc.
 
 XLA:CPU allocates the temporary memory of a step as one block and frees it after the step. By
 default glibc returns this block to the system, and the next step waits while its pages are zeroed:
@@ -8,10 +8,13 @@ limit fragmentation, free memory is returned when the process has doubled in siz
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 from typing import Any
+
+from jaxdist.settings import ConfigError
 
 # Parameters of `mallopt` in glibc's `malloc.h`.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -96,3 +99,33 @@ def _is_cpu() -> bool:
     if config.jax_platforms:
         return bool(config.jax_platforms == "cpu")
     return not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+_RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+_MOST_FILES = 1 << 20  # limited, because some libraries loop over every possible descriptor
+_SPARE_FILES = 192  # for unidentified connections, logs, checkpoints, libraries
+
+
+def raise_limits() -> None:
+    """Raise the soft limits of this process to its hard limits; child processes inherit them."""
+    for limit in _RAISED:
+        soft, hard = resource.getrlimit(limit)
+        goal = hard
+        if limit == resource.RLIMIT_NOFILE and hard > _MOST_FILES:
+            goal = max(soft, _MOST_FILES)
+        if soft != goal:
+            with contextlib.suppress(OSError, ValueError):  # `check_open_files` reports a low limit
+                resource.setrlimit(limit, (goal, hard))
+
+
+def check_open_files(num_processes: int) -> None:
+    """Raise `ConfigError` if process 0 may not open a connection to every other process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + num_processes + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"process 0 of {num_processes} may open {soft} files (RLIMIT_NOFILE, hard limit "
+            f"{hard}), and the connections of the other processes need {needed}. Raise the hard "
+            f"limit on its host to {needed} or more: `ulimit -Hn`, /etc/security/limits.conf, "
+            "LimitNOFILE of systemd, or --ulimit nofile of the container."
+        )

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
 from jaxdist.runtime.coordination.transfer import listen
-from jaxdist.runtime.limits import check_open_files
+from jaxdist.runtime.host_memory import check_open_files
 
 log = logging.getLogger("jaxdist")
 

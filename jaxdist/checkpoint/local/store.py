@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.events import CorruptCheckpoint
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location

@@ -16,6 +16,7 @@ A restore:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -26,18 +27,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdist.checkpoint import pytree
-from jaxdist.checkpoint.blocks import HostCopies
+from jaxdist.checkpoint.blocks import Bounds, HostCopies, bounds_of
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint, make_group
-from jaxdist.checkpoint.events import EventLog, Outcome, one_line
-from jaxdist.checkpoint.local import copies, lineage, shards
+from jaxdist.checkpoint.events import (
+    CheckpointError,
+    CorruptCheckpoint,
+    EventLog,
+    Outcome,
+    make_group,
+    one_line,
+)
+from jaxdist.checkpoint.local import copies, lineage
 from jaxdist.checkpoint.local.copies import FailureDomain
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.store import LocalStore, Save, newest
 from jaxdist.checkpoint.restore import check_arrays
+from jaxdist.core.types import Array
 from jaxdist.runtime.coordination import own_address
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.storage import Location, flush_appended, locate
@@ -136,7 +145,7 @@ class LocalTier:
         arrays = [pytree.plain(leaf) for leaf in leaves]
         described = pytree.describe(leaves, arrays)
         try:
-            pieces = shards.to_host(leaves, arrays, self._copies) if self._writes() else []
+            pieces = to_host(leaves, arrays, self._copies) if self._writes() else []
         except Exception as error:  # out of memory on this host
             self._copies.clear()
             outcome.error = one_line(error)
@@ -231,9 +240,7 @@ class LocalTier:
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
         if not self._shards:
-            self._shards = self._group.decide_from(
-                shards.digest_of(leaves), lambda replies: replies
-            )
+            self._shards = self._group.decide_from(digest_of(leaves), lambda replies: replies)
 
     def _writes(self) -> bool:
         return self._me in copies.writers([peer.domain for peer in self._peers], self._shards)
@@ -253,7 +260,7 @@ class LocalTier:
         """
         self.wait()
         self._chosen = None
-        needs = shards.digest_of(pytree.leaves_of(target))
+        needs = digest_of(pytree.leaves_of(target))
         broken: set[tuple[int, Save]] = set()  # (process, damaged save on its disk)
         while True:
             has = [
@@ -297,7 +304,7 @@ class LocalTier:
         self._rejected.add(save[:2])  # provisionally, until the checksums match
         try:
             document = self._store.document(save)
-            arrays = shards.from_host(leaves, lambda name: self._store.read(save, name))
+            arrays = from_host(leaves, lambda name: self._store.read(save, name))
         except Exception as error:  # do not raise yet: the others wait for an answer
             problem = one_line(error)
         if problems := self._group.decide_from(problem, lambda replies: [x for x in replies if x]):
@@ -379,3 +386,61 @@ def _checked(replies: list[list[Any]]) -> list[list[Any]]:
     if problems := list(dict.fromkeys(text for *_, text in replies if text)):
         raise ConfigError(problems)
     return replies
+
+
+def name_of(leaf: int, piece: int) -> str:
+    """Return the file name of a piece."""
+    return f"{leaf:05d}.{piece}"
+
+
+def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
+    """Return a digest that identifies this process's set of shards: names, shapes, indices."""
+    described = []
+    for leaf in leaves:
+        shape, dtype = _stored(leaf)
+        described.append([leaf.name, dtype.name, shape, _pieces(leaf.value.sharding, shape)])
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def to_host(
+    leaves: Sequence[pytree.Leaf], arrays: Sequence[Array], copies: HostCopies
+) -> list[tuple[str, np.ndarray]]:
+    """Return name and copy, uint8 [bytes], of each piece of the `pytree.plain` arrays [...]."""
+    for array in arrays:
+        for shard in array.addressable_shards:
+            shard.data.copy_to_host_async()
+    pieces = []
+    for number, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        shards = {bounds_of(s.index, array.shape): s for s in reversed(array.addressable_shards)}
+        for piece, bounds in enumerate(_pieces(leaf.value.sharding, array.shape)):
+            name = name_of(number, piece)
+            host = copies.take(name, shards[bounds].data)  # a step overwrites the shard
+            pieces.append((name, host.reshape(-1).view(np.uint8)))
+    return pieces
+
+
+def from_host(leaves: Sequence[pytree.Leaf], read: Callable[[str], bytes]) -> list[Array]:
+    """Return the arrays [...] of `leaves`, PRNG keys as data; `read` returns a piece by name."""
+    arrays = []
+    for number, leaf in enumerate(leaves):
+        shape, dtype = _stored(leaf)
+        held = {
+            bounds: np.frombuffer(read(name_of(number, piece)), dtype).reshape(
+                [stop - start for start, stop in bounds]
+            )
+            for piece, bounds in enumerate(_pieces(leaf.value.sharding, shape))
+        }
+        of = lambda index, held=held, shape=shape: held[bounds_of(index, shape)]
+        array: Array = jax.make_array_from_callback(shape, leaf.value.sharding, of)
+        arrays.append(array)
+    return arrays
+
+
+def _stored(leaf: pytree.Leaf) -> tuple[tuple[int, ...], np.dtype]:
+    value = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
+    return tuple(value.shape), np.dtype(value.dtype)
+
+
+def _pieces(sharding: Any, shape: Sequence[int]) -> list[Bounds]:
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted({bounds_of(index, shape) for index in indices})

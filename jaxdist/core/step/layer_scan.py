@@ -15,7 +15,7 @@ from jaxdist.core import collectives, matmul
 from jaxdist.core.attention import keeps_attention
 from jaxdist.core.axis import spec_over
 from jaxdist.core.forward import ForwardPass, scan_layers
-from jaxdist.core.matmul import block_scaled, fp8, fp8_weights
+from jaxdist.core.matmul import block_scaled, fp8
 from jaxdist.core.matrices import sides_of
 from jaxdist.core.parallel import fsdp, reduction, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -152,11 +152,11 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
-        weights = fp8_weights.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
+        weights = fp8.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
     return _QuantizedLayer(
-        lambda layers: fp8_weights.round_weights(layers, split, multiplies, plan.compute_dtype),
+        lambda layers: fp8.round_weights(layers, split, multiplies, plan.compute_dtype),
         layer,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxdist.hardware.gpu import HOST_BYTES_PER_S, Cluster
+from jaxdist.hardware.catalog import HOST_BYTES_PER_S, Cluster
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 from jaxdist.plan.estimate.restart import JOIN_S_PER_GPU

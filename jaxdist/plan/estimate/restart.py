@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxdist.hardware.gpu import HOST_BYTES_PER_S
+from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.plan.estimate.job import Job
 
 

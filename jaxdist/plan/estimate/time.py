@@ -15,7 +15,7 @@ from collections import defaultdict
 
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.hardware.gpu import HOST_BYTES_PER_S
+from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import attention, products, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import disk_bytes, moment_bytes

@@ -15,15 +15,13 @@ from jaxdist.data.ledger import Link
 from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
-from jaxdist.run.monitoring.alerts import Alerts
-from jaxdist.run.monitoring.expert_loads import ExpertLoads
-from jaxdist.run.monitoring.gpu_stats import GpuStats
+from jaxdist.run.monitoring.alerts import Alerts, ExpertLoads
+from jaxdist.run.monitoring.environment import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler
 from jaxdist.run.monitoring.prometheus import Prometheus
 from jaxdist.run.monitoring.summary import RunSummary, Throughput, by_source, device_memory
-from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
-from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
+from jaxdist.run.monitoring.trackers import Identity, TensorBoard, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import in_time, waiting

@@ -43,7 +43,6 @@ TRAINING = (
     "jaxdist.run.audit",
     "jaxdist.run.data_checks",
     "jaxdist.run.monitoring.environment",
-    "jaxdist.run.epochs",
     "jaxdist.run.reference",
     "jaxdist.run.replay",
     "jaxdist.run.startup",

@@ -104,7 +104,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
             settings = read_run(arguments, command="jaxdist.train")
             if settings.train.epochs:
                 from jaxdist.data import open_datasets  # imports jax
-                from jaxdist.run.epochs import with_steps
+                from jaxdist.run.data_checks import with_steps
 
                 seq_len, seed = settings.train.seq_len, settings.seed
                 data, _ = open_datasets(
