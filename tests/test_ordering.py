@@ -4,6 +4,7 @@ Checked in the compiler's output: within each computation, every loop or branch 
 collectives must reach, or be reached from, every other collective by data dependence.
 """
 
+import dataclasses
 import functools
 import operator
 
@@ -14,11 +15,22 @@ import pipeline_parity
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import Case, layout_of, model_of, plan_of, step_of, text_batch
+from tiny import (
+    Case,
+    layout_of,
+    model_of,
+    optimizer,
+    place_state,
+    plan_of,
+    schedule,
+    step_of,
+    text_batch,
+)
 
 from jaxdist.core import collectives
 from jaxdist.core.collective_order import in_order
-from jaxdist.core.step import gradients
+from jaxdist.core.step import Optimizer, gradients, make_step
+from jaxdist.objectives.preference import REFERENCE, Preference
 from jaxdist.plan.compiled import hlo
 from jaxdist.run import text_generation
 
@@ -104,6 +116,26 @@ def test_collectives_of_pipelines_and_automatic_axes_are_ordered(case):
     (parsed,) = pipeline_parity.parse(case)
     function, arguments = pipeline_parity.lowered(parsed)
     assert unordered(compiled(function, *arguments)) == []
+
+
+@pytest.mark.parametrize("is_precomputed", [False, True])
+def test_collectives_of_several_forward_passes_are_ordered(is_precomputed):
+    """Passes of the reference and of mismatched answers do not depend on each other."""
+    objective = Preference("kto", 0.1, is_precomputed=is_precomputed)
+    case = Case("rotary", "dp=2,tp=2")
+    model = dataclasses.replace(model_of(case.model), objective=objective)
+    layout, batch = layout_of(case), text_batch(packed=False)
+    batch |= {f"kl_{name}": batch[name] for name in ("tokens", "targets", "weights")}
+    batch["labels"] = np.arange(len(batch["tokens"]), dtype=np.int32) % 2
+    if is_precomputed:
+        batch |= dict.fromkeys((REFERENCE, f"kl_{REFERENCE}"), np.ones(len(batch["tokens"]), "f4"))
+    step = make_step(
+        model, objective, Optimizer(optimizer(), schedule), layout, plan_of(model, layout)
+    )
+    text = compiled(
+        step.evaluate, place_state(case).params, jax.device_put(batch, step.batch_sharding)
+    )
+    assert unordered(text) == []
 
 
 def test_removing_dependences_leaves_unordered_pairs(monkeypatch):

@@ -456,7 +456,7 @@ def test_dpo_increases_the_margin_of_held_out_pairs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, mesh", [("ipo", "fsdp=8"), ("kto", "fsdp=4,tp=2")])
+@pytest.mark.parametrize("kind, mesh", [("ipo", "fsdp=8"), ("kto", "dp=4,tp=2")])
 def test_precomputed_values_are_those_of_each_step(tmp_path, monkeypatch, kind, mesh):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     flags = "--lora.rank 4", f"--mesh {mesh}", "--train.steps 6", "--eval.interval-steps 3"

@@ -11,7 +11,7 @@ for the collectives before them, and later collectives wait for them (`core/depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,27 +39,38 @@ COLLECTIVES = frozenset(
 """Names of the primitives that communicate between devices."""
 
 
+PASS = "earlier_pass"
+"""Field of a batch: a result of the forward pass before this one, float32 [rows]."""
+
+
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
     """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
 
     The result is not differentiable. `hidden`: XLA shards an axis automatically, so loops and
-    branches may contain collectives that are not in the trace.
+    branches may contain collectives that are not in the trace. Everything waits for the field
+    `PASS` of an argument.
     """
 
     def ordered(*args: Any) -> Any:
         traced, kinds = jax.make_jaxpr(function, return_shape=True)(*args)
-        program = core.ClosedJaxpr(_ordered(traced.jaxpr, hidden), traced.consts)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+        named = zip(paths, traced.jaxpr.invars, strict=True)
+        first = [x for path, x in named if getattr(path[-1], "key", None) == PASS]
+        program = core.ClosedJaxpr(_ordered(traced.jaxpr, hidden, first), traced.consts)
         outputs = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(kinds), outputs)
 
     return ordered
 
 
-def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
-    """Make loops, branches and collectives of a program wait for each other in program order."""
+def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> core.Jaxpr:
+    """Make loops, branches and collectives wait for `first` and for each other in program order."""
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of collectives since the last loop or branch
+    if first:
+        block = core.Var(_MARK)
+        equations.append(_equation(_made, [*first], block))
     for equation in program.eqns:
         if _holds_collectives(equation, hidden):
             equation = _with_parts(equation, lambda part: _ordered(part, hidden))

@@ -23,6 +23,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxdist.core.dependences import after
 from jaxdist.core.step.row_logps import row_logps
 from jaxdist.core.types import MISMATCHED, REFERENCE, Array, Batch, Context, Sums, TokenHead
 
@@ -82,7 +83,8 @@ class Preference:
         others, precomputed = mismatched(batch), batch.get(f"{MISMATCHED}{REFERENCE}")
         reference = logps(others, adapters=False) if precomputed is None else precomputed
         ratios = logps(others) - reference
-        is_real = jnp.any(batch["weights"] > 0, axis=1)
+        # No sum over devices may run beside a forward pass: see `core/collective_order.py`.
+        is_real = jnp.any(after(batch["weights"], [ratios]) > 0, axis=1)
         mean = jnp.sum(jnp.where(is_real, ratios, 0.0)) / jnp.maximum(1, jnp.sum(is_real))
         baseline = jnp.maximum(mean, 0.0)
         return {**batch, BASELINE: jnp.broadcast_to(baseline, ratios.shape)}

@@ -14,6 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxdist.core import collectives
+from jaxdist.core.collective_order import PASS
+from jaxdist.core.dependences import after
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.gradients import make_evaluate
 from jaxdist.core.step_plan import StepPlan
@@ -149,7 +151,19 @@ def make_prepare(
     logps = make_row_logps(model, layout, plan, context)
 
     def with_fields(params: Params, batch: Batch) -> Batch:
-        run = lambda rows, *, adapters=True: logps(params, rows, adapters=adapters)
-        return prepare(batch, run)
+        earlier: dict[str, Array] = {}
+
+        def run(rows: Batch, *, adapters: bool = True) -> Array:
+            values = logps(params, {**rows, **earlier}, adapters=adapters)
+            if plan.orders_collectives:
+                earlier[PASS] = values
+            return values
+
+        prepared = prepare(batch, run)
+        for name in earlier:
+            # Minus 1: XLA knows that a maximum with 0 is not negative, and would not wait for it.
+            added = [x - 1 for field, x in prepared.items() if field not in batch]
+            prepared = {**prepared, name: after(earlier[name], added)}
+        return prepared
 
     return with_fields
