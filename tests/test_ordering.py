@@ -138,6 +138,12 @@ def test_collectives_of_several_forward_passes_are_ordered(is_precomputed):
     assert unordered(text) == []
 
 
+def test_the_pass_that_measures_layers_runs_after_the_step():
+    step, state = step_of(Case("rotary", "dp=2,tp=2"), layer_statistics_steps=1)
+    batch = jax.device_put(text_batch(), step.batch_sharding)
+    assert unordered(compiled(step.train, state, batch, np.inf)) == []
+
+
 def test_removing_dependences_leaves_unordered_pairs(monkeypatch):
     monkeypatch.setattr(gradients, "in_order", lambda function, hidden: function)
     assert all(unordered(text) for text in train_and_evaluate("fsdp=4,tp=2"))

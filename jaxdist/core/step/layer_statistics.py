@@ -21,6 +21,7 @@ from jaxtyping import Float
 from jaxdist.core import collectives
 from jaxdist.core.attention.blockwise import KV, Q, Span
 from jaxdist.core.attention.context_parallel import gather_keys, gathered_spans
+from jaxdist.core.dependences import after
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.parallel.tensor import TENSOR
@@ -36,8 +37,8 @@ def make_measure(
     evaluate: Callable[[Model], Callable[[Params, Batch], Sums]],
     order: Any,
     interval: int,
-) -> Callable[[TrainState, Batch, Params, Params], Statistics]:
-    """Make (state, batch [rows, ...], gradients, new parameters) -> statistics of the step.
+) -> Callable[[TrainState, Batch, Params, Params, Sums], Statistics]:
+    """Make (state, batch [rows, ...], gradients, new parameters, metrics) -> statistics.
 
     `evaluate` makes a model's forward pass: (params, batch) -> global sums. `order` is the model
     index of each stored layer, int [num_layers]. Frozen leaves and running averages have no norms.
@@ -58,7 +59,9 @@ def make_measure(
         logits = {} if rows_max is None else {"attention_logit": {LAYERS: jnp.max(rows_max, 1)}}
         return {"activation_rms": {LAYERS: rms}, **logits}
 
-    def measure(state: TrainState, batch: Batch, grads: Params, params: Params) -> Statistics:
+    def measure(
+        state: TrainState, batch: Batch, grads: Params, params: Params, metrics: Sums
+    ) -> Statistics:
         update = jax.tree.map(jnp.subtract, params, state.params)
         trees = {"grad_norm": grads, "weight_norm": state.params, "update_norm": update}
         norms = {
@@ -73,7 +76,10 @@ def make_measure(
             return norms
         kinds = jax.eval_shape(activations, state.params, batch)
         zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-        now = (state.step + 1) % interval == 0
+        # After everything else: see `core/collective_order.py`. XLA knows that norms are not
+        # negative, and would not wait for them; minus 1 hides it.
+        done = [x - 1 for x in jax.tree.leaves((norms, metrics)) if x.dtype != bool]
+        now = after((state.step + 1) % interval == 0, done)
         return norms | lax.cond(now, activations, zeros, state.params, batch)
 
     return measure

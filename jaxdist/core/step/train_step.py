@@ -257,7 +257,7 @@ def _make_train(
             **small,
         )
         if measure is not None:
-            metrics["layer_statistics"] = measure(state, batch, grads, params)
+            metrics["layer_statistics"] = measure(state, batch, grads, params, metrics)
         return new_state, metrics
 
     return train
