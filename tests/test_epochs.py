@@ -51,6 +51,7 @@ def test_steps_cover_the_rows_as_often_as_epochs_say():
     assert in_steps(config) is config
 
 
+@pytest.mark.slow
 def test_run_of_two_epochs_is_the_run_of_its_steps():
     assert train([*FLAGS, "--train.epochs=2"]) == 0
     stored, steps = stored_run("run/config.toml"), steps_of(2)

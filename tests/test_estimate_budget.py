@@ -255,6 +255,7 @@ def test_a_rejected_kernel_reopens_the_choice_of_remat():
     assert draft.replanned(False, None).remat.seconds == draft.remat.seconds
 
 
+@pytest.mark.slow
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs, memory is that of the executable."""
     from jaxdist import train

@@ -309,7 +309,9 @@ def test_bias_follows_the_loads_of_the_global_batch(case):
     np.testing.assert_array_equal(skipped, after)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", pytest.param("adafactor", marks=pytest.mark.product)]
+)
 def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
     """Each expert's matrix is orthogonalized, or factored, by itself."""
     rule = lambda case: make_optimizer(
@@ -331,7 +333,7 @@ def test_sharded_optimizers_update_experts_as_one_device_does(optimizer):
     ("mesh", "model"),
     [
         ("ep=8", "experts_mixed"),
-        ("fsdp=2,ep=2,tp=2", "experts_batch"),
+        pytest.param("fsdp=2,ep=2,tp=2", "experts_batch", marks=pytest.mark.product),
         ("pp=2,ep=2,cp=2", "experts_batch"),
     ],
 )
@@ -352,14 +354,14 @@ def test_generation_of_sharded_experts_equals_one_device(name):
     params = initial_state(name).params
     prompts = [np.arange(1, 8), np.array([3]), np.arange(20, 32)]
     texts = []
-    for mesh in ("1", "ep=2,tp=2", "fsdp=2,ep=4"):
+    for mesh in ("1", "fsdp=2,ep=2,tp=2"):
         layout = layout_of(Case(name, mesh))
         placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
         decoder = Decoder(
             model, placed, layout, plan_of(model, layout), TextSettings(temperature=0.0)
         )
         texts.append(list(decoder.tokens(prompts, max_new_tokens=6)))
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
     # The path of training, without a cache, continues the longest prompt in the same way.
     tokens = np.concatenate([prompts[2], [column[2] for column in texts[0]]])[None, :-1]
     logits = logits_of(model, params, {"tokens": tokens.astype(np.int32)})

@@ -124,26 +124,6 @@ def restores_of(records: list[dict]) -> list[tuple[int, str]]:
     return [(r["step"], r.get("tier", "run")) for r in records if r.get("event") == "restore"]
 
 
-@pytest.mark.product
-def test_after_a_pod_is_deleted_all_save_and_new_pods_resume(hosts, bucket, tmp_path, undisturbed):
-    """The run is on a bucket; new pods have empty disks."""
-    url = "s3://bucket/run"
-    env = {"AWS_ENDPOINT_URL": bucket}
-    cluster = cluster_for(hosts, tmp_path, volume=(), run_dir=url, env=env)
-    cluster.start()
-    cluster.wait_for_line(0, r"step 10/")
-    cluster.delete(1)
-    cluster.settle()
-    assert cluster.log == ["{0: 75, 1: 75}: this pod again"]
-    (tmp_path / "pace").unlink()
-    cluster.settle()
-    assert cluster.log[1:] == ["{0: 0, 1: 0}: done"]
-    records = records_in(url)
-    ((step, tier),) = restores_of(records)
-    assert tier == "run" and 10 <= step < STEPS
-    assert bits_of(records) == undisturbed()
-
-
 def test_a_killed_container_and_a_lost_node_lose_only_unsaved_steps(hosts, tmp_path, undisturbed):
     """The run is on a volume; containers that restart in their pods find the local saves."""
     cluster = cluster_for(hosts, tmp_path, volume=("runs:/srv",))

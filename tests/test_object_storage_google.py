@@ -31,7 +31,7 @@ def test_google_storage_behaves_like_a_local_directory(folder, tmp_path):
     assert locate("gs:/bucket/a/") == folder.parent / "a"
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_throttling_and_cut_connections_change_no_result(server, monkeypatch, tmp_path):
     with object_servers.troubled(server, every=3) as (address, done):
         monkeypatch.setenv("GOOGLE_BASE_URL", address)

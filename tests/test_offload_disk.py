@@ -83,7 +83,7 @@ def arrays_of(state):
     return dataclasses.replace(state, key=jax.random.key_data(state.key))
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=1", marks=pytest.mark.product), "fsdp=2,tp=2"])
 def test_moments_in_files_give_the_bits_of_moments_in_memory(mesh, tmp_path):
     made, files, memory = steps_of(mesh, tmp_path, ema_decay=0.9)
     assert len(files.groups) >= 5 and sum(g.rows > 0 for g in groups_of(made)) >= 2
@@ -118,7 +118,10 @@ def test_groups_cover_every_moment_once(tmp_path):
     "config",
     [
         OptimConfig(optimizer="lion", groups=["embed:lr=0.1"], moment_dtype="bfloat16"),
-        OptimConfig(optimizer="sgd", freeze=["layers/attention", "embed/positions"]),
+        pytest.param(
+            OptimConfig(optimizer="sgd", freeze=["layers/attention", "embed/positions"]),
+            marks=pytest.mark.product,
+        ),
     ],
     ids=["lion", "sgd-frozen"],
 )

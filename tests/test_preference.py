@@ -468,6 +468,7 @@ def test_precomputed_values_are_those_of_each_step(tmp_path, monkeypatch, kind, 
     assert expected[0][0]["loss"] != expected[0][-1]["loss"]
 
 
+@pytest.mark.slow
 def test_all_weights_learn_from_values_of_their_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     other = tmp_path / "other"
