@@ -87,11 +87,11 @@ def check(case: Case, **options) -> None:
 
 
 CASES = [
-    Case("experts", "1"),
     Case("experts", "ep=8"),
     Case("experts", "fsdp=2,ep=2,tp=2", microbatches=2),
     Case("experts_batch", "fsdp=2,ep=2,cp=2", microbatches=2, remat="dots"),
     Case("experts_batch", "pp=2,ep=2,tp=2"),
+    Case("experts", "1"),
     Case("experts_mixed", "fsdp=2,ep=2,tp=2", microbatches=2, remat="full"),
     Case("experts", "fsdp=4,ep=2"),
     Case("experts", "ep=2,cp=2,tp=2"),
@@ -115,12 +115,16 @@ CASES = [
 ]
 
 
-NUM_FAST = 6
+NUM_FAST, NUM_SLOW = 4, 6
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.product] * (i >= NUM_FAST)) for i, c in enumerate(CASES)],
+    [
+        *CASES[:NUM_FAST],
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[NUM_FAST:NUM_SLOW]),
+        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[NUM_SLOW:]),
+    ],
     ids=str,
 )
 def test_every_mesh_equals_one_device(case):
