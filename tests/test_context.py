@@ -284,12 +284,16 @@ CASES = [
         is_legal,
     )
 ]
-NUM_FAST = 4
+NUM_FAST, NUM_SLOW = 2, 4
 
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.product) for c in CASES[NUM_FAST:])],
+    [
+        *CASES[:NUM_FAST],
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[NUM_FAST:NUM_SLOW]),
+        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[NUM_SLOW:]),
+    ],
     ids=str,
 )
 def test_every_mesh_with_shared_rows_equals_one_device(case):

@@ -18,12 +18,12 @@ from jaxdist.settings import problems_of
 LOSS, GRADIENT = 1e-6, 1e-5
 
 FAST = [
-    Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
     pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.smoke),
-    Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
+    Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
+    Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True),
     Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
