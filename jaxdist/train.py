@@ -50,6 +50,7 @@ def run(
     job = start_devices(config, preemption, program, times)
     import jax
 
+    from jaxdist.core.types import offloaded_names
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
@@ -104,6 +105,8 @@ def run(
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:
         budget.check()
+    if offloaded_names(parts.plan.remat) and "operations" not in config.override:
+        check_operations("offload")
     data = with_reference(parts, *data)
     if config.replay:
         return replay(parts, data[0])

@@ -87,9 +87,7 @@ def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
     assert sum(planned.values()) >= sum(sent.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "num_nodes"), [("llama3_8b_128k", 1), ("llama3_8b_1m", 8), ("llama3_70b_128k", 16)]
-)
+@pytest.mark.parametrize(("name", "num_nodes"), [("llama3_8b_128k", 1), ("llama3_70b_128k", 16)])
 def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
     """They fit 80-GB GPUs with a tenth to spare, by a mesh whose attention is cuDNN's.
 
@@ -129,7 +127,9 @@ def test_the_memory_of_each_exchange_equals_the_compiled_program(exchange):
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, num_layers=2),
-        train=dataclasses.replace(config.train, global_batch_size=1, num_microbatches=1),
+        train=dataclasses.replace(
+            config.train, global_batch_size=1, num_microbatches=1, remat="full"
+        ),
         mesh=dataclasses.replace(config.mesh, context_attention=exchange),
     )
     nodes = 2 if exchange == "hybrid" else 1

@@ -20,7 +20,7 @@ from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate import memory_check
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
-from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.plan.estimate.remat import POLICIES, policies_of
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run import setup
 from jaxdist.runtime import backend
@@ -249,7 +249,7 @@ def test_a_rejected_kernel_reopens_the_choice_of_remat():
     rejected = KernelCheck(errors={}, rejection_reason="differs")
     by_cudnn, by_blocks = (draft.replanned(True, check) for check in (None, rejected))
     assert (by_cudnn.job.attention, by_blocks.job.attention) == ("cudnn", "blockwise")
-    for policy in POLICIES:
+    for policy in policies_of(draft.job):
         assert by_blocks.remat.seconds[policy] > by_cudnn.remat.seconds[policy]
     assert by_blocks.job.plan.remat == by_blocks.remat.job.remat != "auto"
     assert draft.replanned(False, None).remat.seconds == draft.remat.seconds

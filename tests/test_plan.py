@@ -18,7 +18,7 @@ from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
-from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.plan.estimate.remat import policies_of
 from jaxdist.plan.options import PlanConfig, clusters_of, read_plan
 from jaxdist.plan.planner import Sizes, nearest
 from jaxdist.plan.text import drawings
@@ -80,7 +80,7 @@ def test_the_largest_batch_fits_and_one_more_row_does_not(flags):
         sizes = {"global_batch_size": rows, "num_microbatches": count}
         jobs = [
             largest.job.changed("train", **sizes, remat=remat)
-            for remat in (["none"] if is_named else POLICIES)
+            for remat in (["none"] if is_named else policies_of(largest.job))
         ]
         return min(1.05 * estimate_memory(job).total_bytes / usable_bytes(job) for job in jobs)
 

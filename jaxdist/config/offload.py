@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.types import offloaded_names
 from jaxdist.runtime.storage import is_url
 
 RunConfig: TypeAlias = Any
@@ -59,12 +60,21 @@ def offload_problems(config: RunConfig) -> list[str]:
 
 
 def offload_mesh_problems(config: RunConfig, spec: MeshSpec) -> list[str]:
-    """Return a problem if moments on a disk exclude a mesh."""
-    if config.train.offload != "disk" or spec[PIPELINE] == 1:
+    """Return a problem if moments on a disk, or activations on the host, exclude a mesh."""
+    if spec[PIPELINE] == 1:
         return []
+    problems = []
+    if offloaded_names(config.train.remat):
+        problems.append(
+            f"mesh pp={spec[PIPELINE]} with train.remat={config.train.remat!r}: a pipeline keeps "
+            "its activations in slots of GPU memory. Use pp=1, or --train.remat full."
+        )
+    if config.train.offload != "disk":
+        return problems
     return [
+        *problems,
         f"mesh pp={spec[PIPELINE]} with train.offload_optimizer={config.train.offload_optimizer!r}:"
-        " the update walks over all layers in order. Use pp=1; fsdp shards the layers as well."
+        " the update walks over all layers in order. Use pp=1; fsdp shards the layers as well.",
     ]
 
 

@@ -27,7 +27,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import AttentionCall, Model, Offload
+from jaxdist.core.types import AttentionCall, Model, Offload, offloaded_names
 from jaxdist.hardware import GPUS, gpu_of
 from jaxdist.settings import ConfigError
 
@@ -336,6 +336,8 @@ def layers_of_a_body(
     copy. ZeRO-2 saves memory, but unrolling needs more: GPT-2 keeps complete gradients longer
     (6.5, not 5.1 GiB).
     """
+    if offloaded_names(remat):
+        return 1, "unrolled layers would not move their activations to the host"
     if layout.size(PIPELINE) > 1:
         if model.num_layers == 2 * virtual_stages * layout.size(PIPELINE):
             return 2, "virtual stages of two layers run faster unrolled"

@@ -1,6 +1,7 @@
 """Trials of a GPU in a child process, whose failure cannot end the run; verdicts are cached.
 
-Two kinds exist: cuDNN's attention kernels (`attention/kernel_check.py`) and elementary operations.
+They try cuDNN's attention kernels (`attention/kernel_check.py`), elementary operations, and
+offloaded activations.
 A kernel with an illegal access destroys the CUDA context of its process, so a run tries each one in
 a child process first. The verdict is kept next to the compiled programs. Its key has the request,
 the GPU, the driver, and the versions of jax, its plugin and cuDNN.
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import kernel_check
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
@@ -55,11 +57,16 @@ def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
     return KernelCheck(errors={}, rejection_reason=reason, use=use)
 
 
-def wrong_operations(device: jax.Device) -> list[str]:
-    """Return the elementary operations that a GPU computes wrongly, one line each; cached."""
-    result = _trial("operations", {}, device, "elementary operations")
+def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
+    """Return the operations that a GPU computes wrongly, one line each; cached.
+
+    `kind` is "operations" for elementary ones, or "offload" for gradients of a loop whose
+    activations are in host memory.
+    """
+    what = {"operations": "elementary operations", "offload": "gradients with offload"}[kind]
+    result = _trial(kind, {}, device, what)
     if "failed" in result:
-        return [f"elementary operations failed in a child process ({result['failed']})"]
+        return [f"{what} failed in a child process ({result['failed']})"]
     return [
         f"{name}: error {error:.1e} relative to the largest value, at most {limit:.0e} is rounding"
         for name, (error, limit) in result.items()
@@ -209,6 +216,35 @@ _OPERATIONS: dict[str, tuple[Callable, Callable, float]] = {
 }
 
 
+def offload_errors() -> dict[str, tuple[float, float]]:
+    """Return (error, limit) of gradients of a loop over layers that offloads its activations.
+
+    The reference is the same loop without offload. A read in the wrong order is an error near 1.
+    """
+    policies, layers = jax.checkpoint_policies, jax.random.normal(jax.random.key(0), (6, 64, 64))
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def gradients(policy: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            x = checkpoint_name(x, "x")
+            return x + jnp.tanh(x @ w), None
+
+        def loss(layers: Any) -> Any:
+            run = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            return jnp.mean(jax.lax.scan(run, jnp.ones((64, 64)), layers)[0] ** 2)
+
+        return jax.jit(jax.grad(loss))(layers)
+
+    right = gradients(policies.nothing_saveable)
+    error = jnp.max(jnp.abs(gradients(offload) - right)) / jnp.max(jnp.abs(right))
+    return {"gradients of layers with activations in host memory": (float(error), 2.0**-10)}
+
+
 def _main(kind: str) -> None:
     """Read a request from stdin and print the result as one line of JSON."""
     request = json.load(sys.stdin)
@@ -218,7 +254,7 @@ def _main(kind: str) -> None:
         check = kernel_check.validate_kernel(use, shapes, jax.devices()[0])
         print(json.dumps(dataclasses.asdict(check)))
     else:
-        print(json.dumps(operation_errors()))
+        print(json.dumps(offload_errors() if kind == "offload" else operation_errors()))
 
 
 if __name__ == "__main__":

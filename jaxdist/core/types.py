@@ -87,6 +87,15 @@ Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
 Update: TypeAlias = Literal["gradient", "statistic", "increment", "none"]
 Offload: TypeAlias = Literal["none", "host", "disk"]
 
+LAYER_INPUT = "layer_input"
+"""Name of each layer's input, [batch, seq, d_model], which remat can move to the host only."""
+
+
+def offloaded_names(remat: str) -> tuple[str, ...]:
+    """Return the names of the values that a remat policy moves to the host's memory."""
+    kind, _, names = remat.partition(":")
+    return tuple(names.split(",")) if kind == "offload" else ()
+
 
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import draw, simulate
@@ -14,6 +16,7 @@ from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.memory import moment_bytes
+from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan
@@ -112,7 +115,9 @@ def _memory(plan: Plan) -> Iterable[str]:
         if on_host > pinned_limit_bytes():
             allowed = in_bytes(pinned_limit_bytes())
             remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
-        rows.append(("  moments in host memory", in_bytes(memory.host_bytes), remark))
+        if plan.choice.job.offloaded and jax.__version__ in WRONG_OFFLOAD:
+            remark += f"; jax {jax.__version__} offloads activations in the wrong order: use 0.11.1"
+        rows.append(("  in host memory", in_bytes(memory.host_bytes), remark))
     if memory.disk_bytes:
         moved = 2 * memory.disk_bytes / plan.cluster.disk_bytes_per_s
         remark = f"read and written in {duration(moved)} a step at --disk-gb-per-s "

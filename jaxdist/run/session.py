@@ -19,8 +19,9 @@ from jaxdist.checkpoint.events import one_line
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.step import Metrics
-from jaxdist.core.types import Batch
+from jaxdist.core.types import Batch, offloaded_names
 from jaxdist.data import Dataset, Loader, TrainData
+from jaxdist.plan.compiled.host_offload import offload_problems
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import EarlyStopping, NoLabels, evaluate
 from jaxdist.run.gradient_checks import FIRST_STEPS, without_gradient
@@ -45,6 +46,7 @@ from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
+from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
@@ -453,7 +455,11 @@ class Session:
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
         with waiting(f"compiling the train step{took}"):
-            stats = self.train_step.compile(state, batch, limit).memory_analysis()
+            compiled = self.train_step.compile(state, batch, limit)
+        stats, plan = compiled.memory_analysis(), self.parts.plan
+        moves = offloaded_names(plan.remat) and plan.platform == "gpu"
+        if moves and (problems := offload_problems(compiled)):
+            raise ConfigError(problems)
         if self.budget is not None and (warning := self.budget.compare(stats)):
             log.warning("%s", warning)
         self._compiled = True

@@ -35,14 +35,15 @@ def check_finite(params: Params, path: str) -> None:
         )
 
 
-def check_operations() -> None:
-    """Reject GPUs on which elementary operations are wrong; collective."""
+def check_operations(kind: str = "operations") -> None:
+    """Reject GPUs on which operations of a kind are wrong (`wrong_operations`); collective."""
     device = jax.local_devices()[0]
-    wrong = wrong_operations(device) if platform_of(device) == "gpu" else []
+    wrong = wrong_operations(device, kind) if platform_of(device) == "gpu" else []
+    fix = "Use --train.remat full, or install " if kind == "offload" else "Install "
 
     def compare(everyone: list[str]) -> None:
         problems = [
-            f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. Install "
+            f"process {process}, {device.device_kind}, jax {jax.__version__}: {line}. {fix}"
             "another version of jax or of the driver, or leave the GPU out; override=operations "
             "starts anyway."
             for process, text in enumerate(everyone)
@@ -51,4 +52,4 @@ def check_operations() -> None:
         if problems:
             raise ConfigError(problems)
 
-    coordination.decide_from("operations", "\n".join(wrong), compare)
+    coordination.decide_from(kind, "\n".join(wrong), compare)

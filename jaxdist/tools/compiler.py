@@ -27,9 +27,11 @@ from jax.experimental import topologies
 from jaxdist.config import stored_run
 from jaxdist.core.attention import cudnn
 from jaxdist.core.parallel.pipeline.simulation import branch_shares
+from jaxdist.core.types import offloaded_names
 from jaxdist.hardware import Cluster, Gpu
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, parse, shapes_of
+from jaxdist.plan.compiled.host_offload import ON_HOST, offload_problems
 from jaxdist.plan.estimate.attention import cudnn_scratch
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError
@@ -88,6 +90,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         "branch_shares": {} if schedule is None else branch_shares(schedule),
         "program": hlo,
         "attention": _attention(parts, calls),
+        "offload": offload_problems(compiled) if offloaded_names(parts.plan.remat) else [],
         "compile_s": compile_s,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -107,7 +110,7 @@ def _memory(
         "workspace_bytes": max(
             (attention_workspace(call, gpu) for name, call in calls if "fmha" in name), default=0
         ),
-        "host_bytes": host_bytes,
+        "host_bytes": host_bytes + stats.host_temp_size_in_bytes,
     }
 
 
@@ -183,7 +186,7 @@ def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
     for line in report.splitlines():
         if line.startswith("allocation "):
             inside = "preallocated-temp" in line
-        elif inside and (value := _VALUE.search(line)):
+        elif inside and (value := _VALUE.search(line)) and ON_HOST not in value[5]:
             shape = re.sub(r"\{[^}]*\}", "", value[5])
             values.append((value[1], int(value[3]), int(value[4]), shape))
     return values

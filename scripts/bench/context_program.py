@@ -19,6 +19,7 @@ from roofline import model_times
 
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import offloaded_names
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
@@ -28,7 +29,7 @@ from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "context_program.md"
-CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
+CONFIGS = {"llama3_8b_128k": 1, "llama3_70b_128k": 16}
 """Config -> nodes of 8 H100."""
 NUM_LAYERS = 2
 WINDOW = 4096
@@ -109,7 +110,8 @@ def compiled_row(label: str, job: Job) -> Row:
 def cut_down(config: RunConfig, exchange: str, window: int) -> RunConfig:
     """Return the config with fewer layers and one row per step."""
     model = dataclasses.replace(config.model, num_layers=NUM_LAYERS, sliding_window=window)
-    train = dataclasses.replace(config.train, global_batch_size=1, num_microbatches=1)
+    remat = "full" if offloaded_names(config.train.remat) else config.train.remat
+    train = dataclasses.replace(config.train, global_batch_size=1, num_microbatches=1, remat=remat)
     mesh = dataclasses.replace(config.mesh, context_attention=exchange)
     return dataclasses.replace(config, model=model, train=train, mesh=mesh)
 

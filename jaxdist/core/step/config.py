@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from jaxdist.core.types import Offload
+from jaxdist.core.types import LAYER_INPUT, Offload
 from jaxdist.settings import setting
 
 
@@ -36,8 +36,9 @@ class TrainConfig:
         "auto",
         "activations that the backward pass recomputes: none, dots (keep matrix products), full "
         "(keep only block inputs), names:A,B (keep only these: qkv, attention, attention_out, "
-        "mlp_hidden, mlp_out); auto = none on CPU; on GPUs the fastest that fits by the estimate: "
-        "none, dots, full, or names: with qkv, attention or attention_out",
+        "mlp_hidden, mlp_out), offload:A,B (keep only these, in host memory; also layer_input); "
+        "auto = none on CPU; on GPUs the fastest that fits by the estimate: none, dots, full, "
+        "names: with qkv, attention or attention_out, or offload: with layer_input or attention",
     )
     loss_chunk_tokens: int = setting(
         0,
@@ -90,16 +91,16 @@ class TrainConfig:
                 "disk:/nvme."
             )
         kind, _, names = self.remat.partition(":")
-        if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
-            names
-        ):
+        usable = REMAT_NAMES + (LAYER_INPUT,) * (kind == "offload")
+        if not re.fullmatch("auto|none|dots|full|(names|offload):.+", self.remat):
             problems.append(
-                f"train.remat={self.remat!r} is unknown. Use auto, none, dots, full or names:A,B."
+                f"train.remat={self.remat!r} is unknown. Use auto, none, dots, full, names:A,B or "
+                "offload:A,B."
             )
-        elif unknown := [n for n in names.split(",") if n and n not in REMAT_NAMES]:
+        elif unknown := [n for n in names.split(",") if n and n not in usable]:
             problems.append(
                 f"train.remat names {', '.join(unknown)}, which no model marks. "
-                f"Use names from {', '.join(REMAT_NAMES)}."
+                f"Use names from {', '.join(usable)}."
             )
         return problems
 

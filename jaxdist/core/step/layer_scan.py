@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives, matmul
@@ -23,7 +24,16 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import check_equal, definition, varying_axes
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import LAYER_SUM, Array, Context, Model, Params, Sums
+from jaxdist.core.types import (
+    LAYER_INPUT,
+    LAYER_SUM,
+    Array,
+    Context,
+    Model,
+    Params,
+    Sums,
+    offloaded_names,
+)
 from jaxdist.core.weights import ADAPTED, gathered_dtypes, with_weights
 
 
@@ -52,6 +62,8 @@ def make_run_layers(
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
                 index, shards = index_and_shards
+                if LAYER_INPUT in offloaded_names(plan.remat):
+                    x = jax.tree.map(lambda rows: checkpoint_name(rows, LAYER_INPUT), x)
                 return layer(block, shards, x, index, aux, context)
 
             count = jax.tree.leaves(layers)[0].shape[0]
@@ -211,9 +223,25 @@ def remat_policy(remat: str) -> Callable[..., bool]:
     if remat == "none":
         return fsdp.keep_all_but_weights
     policies = jax.checkpoint_policies
+    if names := offloaded_names(remat):
+        return _offload_policy(names)
     # Recomputing the scale would read the array again and repeat a collective.
     scales = policies.save_only_these_names(fp8.SCALE)
     return policies.save_from_both_policies(_named_policy(remat), scales)
+
+
+def _offload_policy(names: tuple[str, ...]) -> Callable[..., Any]:
+    """Make a policy that moves values of these names to pinned host memory, saving no others."""
+    to_host = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    # The decision of that policy for any product is the value that means "to the host".
+    moved = to_host(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        name = params["name"] if primitive.name == "name" else ""
+        is_attention = "attention" in names and keeps_attention(primitive, *avals, **params)
+        return moved if is_attention or name in names else name == fp8.SCALE
+
+    return policy
 
 
 def _named_policy(remat: str) -> Callable[..., bool]:
@@ -237,4 +265,4 @@ def _named_policy(remat: str) -> Callable[..., bool]:
         if "attention" not in names:
             return by_name
         return policies.save_from_both_policies(by_name, keeps_attention)
-    raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full or names:A,B.")
+    raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full, names:A,B or offload:A,B.")

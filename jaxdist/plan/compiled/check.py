@@ -45,7 +45,7 @@ class CompiledMemory:
         argument_bytes: the state and the batch, except arguments in host memory.
         alias_bytes: outputs that reuse the buffers of donated arguments.
         workspace_bytes: scratch of cuDNN attention, which the compiler does not count.
-        host_bytes: arguments in host memory (offloaded moments).
+        host_bytes: moments and activations in host memory.
     """
 
     argument_bytes: int
@@ -79,7 +79,9 @@ class Buffer:
 class Remark:
     """A notable fact of the compiled program or of the compiler's log."""
 
-    kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
+    kind: Literal[
+        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "offload"
+    ]
     text: str
 
 
@@ -92,6 +94,7 @@ class CompiledStep:
             (`simulation.branch_shares`); {} without a pipeline.
         program: HLO text after all compiler passes.
         attention: "cudnn" or "xla"; "" without attention.
+        offload: why the program must not run with activations in host memory.
     """
 
     memory: CompiledMemory
@@ -101,6 +104,7 @@ class CompiledStep:
     program: str
     attention: str
     remarks: tuple[Remark, ...]
+    offload: tuple[str, ...]
     compile_s: float
     versions: dict[str, str]
     xla_flags: str
@@ -275,7 +279,9 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         for name, kind in kinds.items()
     }
     memory = CompiledMemory(**facts["memory"])
-    step = CompiledStep(**{**facts, **lists, "memory": memory, "remarks": ()})
+    step = CompiledStep(
+        **{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"]), "remarks": ()}
+    )
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
 
@@ -301,7 +307,8 @@ def _log_remarks(log: str) -> Iterator[Remark]:
 
 
 def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
-    """Yield remarks on exposed large collectives, narrow reductions and unfused attention."""
+    """Yield remarks on offload, exposed large collectives, narrow sums and unfused attention."""
+    yield from (Remark("offload", problem) for problem in step.offload)
     sends = lambda c: step.runs(c) * c.wire_bytes
     large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
     if waited := [c for c in large if not c.overlapped]:

@@ -28,7 +28,7 @@ SCALAR_BYTES = 64
 """Smaller arrays are loss sums, counts and norms: latency, but negligible traffic."""
 
 # Operations that run their computation once, in contrast to once per element.
-_RUNS_ONCE = ("call", "fusion", "custom-call", "async-start")
+_RUNS_ONCE = ("call", "fusion", "fusion-start", "custom-call", "async-start")
 _PER_ELEMENT = (
     *("all-reduce", "reduce-scatter", "reduce", "reduce-window", "all-reduce-start"),
     *("scatter", "select-and-scatter", "sort", "map", "reduce-scatter-start"),

@@ -28,7 +28,7 @@ from jaxdist.core.parallel.pipeline.simulation import Report, simulate
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
-from jaxdist.core.types import Dims, Model, rows_per_example
+from jaxdist.core.types import Dims, Model, offloaded_names, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.optim import is_frozen
@@ -316,6 +316,11 @@ class Job:
         full = layers // call.full_every if len(call.windows) > 1 else 0
         counts = zip(call.windows, (layers - full, full), strict=False)
         return {window: number for window, number in counts if number}
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Names of the values of a layer that the remat policy moves to the host."""
+        return offloaded_names(self.remat)
 
     def keeps(self, name: str) -> bool:
         """Return True if remat saves the values with this `checkpoint_name`."""

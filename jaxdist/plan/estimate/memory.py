@@ -38,7 +38,8 @@ class MemoryEstimate:
         state: persistent arrays, by class.
         phases: for each phase of the step, the arrays alive in addition to the state, by class.
         workspace_bytes: scratch of attention kernels, which the compiler does not count.
-        host_bytes, disk_bytes: moments in the host's memory, of one device; on the disk, of all.
+        host_bytes: moments and activations in the host's memory, of one device.
+        disk_bytes: moments on the disk, of all devices.
         is_rough: activations are an upper bound from the model's trace.
     """
 
@@ -105,6 +106,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
+    offloaded = costs_of(job).offloaded_per_layer()
     if offload != "none":  # XLA fetches moments as late as possible, when gradients are complete
         fetched = moments if offload == "host" else _moments_in_flight(job)
         for name in _updates(job):
@@ -113,7 +115,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         state=state,
         phases=phases,
         workspace_bytes=attention.workspace(job),
-        host_bytes=moments if offload == "host" else 0.0,
+        host_bytes=moments * (offload == "host") + offloaded * job.layers_per_stage,
         disk_bytes=disk_bytes(job),
         is_rough=job.decoder is None,
     )
@@ -266,6 +268,7 @@ def _layer(job: Job) -> Parts:
         "dequantized weights": job.compute_bytes * max(dense, default=0) / depth,
         "whole gradients": WIDE * job.total(gathered, "gathered") / depth,
         "activations": costs_of(job).working(),
+        "fetched activations": 2 * costs_of(job).offloaded_per_layer(),  # on their way, and used
     }
 
 

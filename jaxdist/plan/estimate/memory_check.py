@@ -97,7 +97,7 @@ class Budget:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def _check_host(self) -> None:
-        """Raise, with a fix, if moments exceed XLA's limit of pinned memory or the host."""
+        """Raise, with a fix, if offloaded arrays exceed XLA's pinned memory or the host."""
         per_gpu, on_host = self.memory.host_bytes, self.job.cluster.gpus_per_node
         limits = (
             (self.own_gpus, pinned_limit_bytes(), f"{PINNED_LIMIT_GIB} allows a process"),
@@ -106,9 +106,9 @@ class Budget:
         for gpus, limit, what in limits:
             if gpus * per_gpu > limit:
                 raise ConfigError(
-                    f"memory: moments of {gpus} GPUs take {in_bytes(gpus * per_gpu)} of pinned "
-                    f"host memory, but {what} {in_bytes(limit)}. Use "
-                    "--train.offload-optimizer=none, fsdp over more GPUs, or a higher limit."
+                    f"memory: {gpus} GPUs move {in_bytes(gpus * per_gpu)} to pinned host memory, "
+                    f"but {what} {in_bytes(limit)}. Use --train.offload-optimizer=none, "
+                    "--train.remat=full, more GPUs, or a higher limit."
                 )
 
     def compare(self, stats: Any) -> str:

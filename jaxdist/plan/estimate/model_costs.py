@@ -14,6 +14,7 @@ from jaxdist.core.matmul.grouped import COPIED, block_rows, num_blocks
 from jaxdist.core.parallel.expert import EXPERT, FACTOR
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.types import LAYER_INPUT
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job
@@ -95,6 +96,10 @@ class ModelCosts:
         return Work(products=rows * cost.flops / tensor, memory_bytes=2 * rows * cost.kept_bytes)
 
     # -- bytes of activations ----------------------------------------------------------------------
+
+    def offloaded_per_layer(self) -> float:
+        """Return the bytes of one layer's residuals in host memory; a traced model has none."""
+        return 0.0
 
     def kept_per_layer(self) -> float:
         """Return the bytes of residuals of one layer under the remat policy."""
@@ -259,15 +264,8 @@ class DecoderCosts(ModelCosts):
     def kept_per_layer(self) -> float:
         """Return the bytes of residuals of one layer under the remat policy."""
         job, tokens = self.job, self.job.tokens
-        stream = job.stream_tokens * self.d_model
-        names = {
-            "qkv": tokens * (self.queries + 2 * self.keys),
-            "attention": tokens * self.queries * self._attention_outputs(),
-            "attention_out": stream,
-            "mlp_hidden": tokens * self.hidden,
-            "mlp_out": stream,
-        }
-        elements = stream  # input of each layer
+        stream, names = job.stream_tokens * self.d_model, self._named_elements()
+        elements = stream * (LAYER_INPUT not in job.offloaded)  # input of each layer
         if job.remat.startswith("names:"):
             listed = job.remat.removeprefix("names:").split(",")
             elements += sum(names[name] for name in listed if name in self.shape.marks)
@@ -292,10 +290,35 @@ class DecoderCosts(ModelCosts):
         elif job.remat == "none":
             return self._kept_without_recomputation()
         # A fused kernel saves its output and the log-sum-exp of its scores.
-        fused = job.keeps("attention") and job.attention != "xla"
         scores = self._kept_scores() if job.remat == "none" else 0
-        lse = fused * WIDE * attention.heads(job) * tokens
+        lse = self._lse_bytes() * (job.keeps("attention") and not job.offloaded)
         return job.compute_bytes * elements + lse + scores
+
+    def offloaded_per_layer(self) -> float:
+        """Return the bytes of one layer's residuals that the remat policy moves to the host."""
+        names, offloaded = self._named_elements(), self.job.offloaded
+        elements = sum(
+            names[name] for name in offloaded if name in {*self.shape.marks, LAYER_INPUT}
+        )
+        return self.job.compute_bytes * elements + self._lse_bytes() * ("attention" in offloaded)
+
+    def _named_elements(self) -> dict[str, int]:
+        """Return the elements of each value of a layer that a remat policy can name."""
+        job, tokens = self.job, self.job.tokens
+        stream = job.stream_tokens * self.d_model
+        return {
+            LAYER_INPUT: stream,
+            "qkv": tokens * (self.queries + 2 * self.keys),
+            "attention": tokens * self.queries * self._attention_outputs(),
+            "attention_out": stream,
+            "mlp_hidden": tokens * self.hidden,
+            "mlp_out": stream,
+        }
+
+    def _lse_bytes(self) -> int:
+        """Return the bytes of the log-sum-exp of one layer's scores that a fused kernel saves."""
+        job = self.job
+        return (job.attention != "xla") * WIDE * attention.heads(job) * job.tokens
 
     def _kept_without_recomputation(self) -> int:
         """Return all residuals of backward: float32 norms, inputs of products, the nonlinearity."""

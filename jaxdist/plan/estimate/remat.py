@@ -9,6 +9,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+import jax
+
+from jaxdist.core.types import LAYER_INPUT
 from jaxdist.hardware import GIB
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
@@ -21,9 +24,15 @@ POLICIES = (
     "names:qkv,attention,attention_out",  # recomputes only the MLP's first product
     "names:attention,attention_out",
     "names:attention",
+    "offload:layer_input,attention",
     "full",
+    "offload:layer_input",
 )
-"""Candidates for "auto", from most to least saved."""
+"""Candidates for "auto", from most to least saved in GPU memory, nearly."""
+
+WRONG_OFFLOAD = ("0.10.2", "0.11.0")
+"""Versions of jax whose XLA:GPU reads offloaded activations in the wrong order: openxla/xla#46231,
+and the programs in `scripts/bench/results/offload.md`."""
 
 TOLERANCE = 0.05
 """Relative error of the memory estimate."""
@@ -80,10 +89,16 @@ class RematChoice:
 
 
 def policies_of(job: Job) -> list[str]:
-    """Return the remat policies whose saved names all exist in the model."""
+    """Return the remat policies whose saved names all exist, without offload if it cannot work."""
     marks = job.decoder.marks if job.decoder is not None else frozenset()
-    names = lambda policy: policy.partition("names:")[2].split(",")
-    return [p for p in POLICIES if not p.startswith("names:") or marks.issuperset(names(p))]
+    usable = {*marks, LAYER_INPUT} if can_offload(job) else marks
+    names = lambda policy: policy.partition(":")[2].split(",")
+    return [p for p in POLICIES if ":" not in p or usable.issuperset(names(p))]
+
+
+def can_offload(job: Job) -> bool:
+    """Return whether activations of this job can move to the host, with the installed compiler."""
+    return bool(job.decoder) and job.stages is None and jax.__version__ not in WRONG_OFFLOAD
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:

@@ -99,6 +99,7 @@ def estimate_time(job: Job) -> StepTime:
         "launch gaps": launches,
         "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalization_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
+        "activations from host memory": _fetched(job) / HOST_BYTES_PER_S,
         "moments to and from the disk": 2 * disk_bytes(job) / job.cluster.disk_bytes_per_s,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
@@ -187,6 +188,15 @@ def _orthogonalization_s(job: Job) -> float:
 def _moved_moments(job: Job) -> float:
     """Return the bytes of offloaded moments fetched from the host and written back per update."""
     return 2 * moment_bytes(job) if job.config.train.offload == "host" else 0.0
+
+
+def _fetched(job: Job) -> float:
+    """Return the bytes of activations that backward waits for: each layer fetches its own first.
+
+    Copies to the host overlap with the forward pass.
+    """
+    passes = job.num_microbatches * job.layers_per_stage
+    return passes * costs_of(job).offloaded_per_layer()
 
 
 def _peak(job: Job) -> float:
