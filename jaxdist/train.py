@@ -54,7 +54,7 @@ def run(
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
-    from jaxdist.run.data_checks import check_data_fits, in_examples, with_steps
+    from jaxdist.run.data_checks import check_data_fits, check_passes, in_examples, with_steps
     from jaxdist.run.reference import with_reference
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
@@ -101,6 +101,7 @@ def run(
     data = in_examples(parts, data[0]), data[1] and in_examples(parts, data[1])
     for part in (part for part in data if part is not None):  # held-out rows may be of another kind
         check_data_fits(parts, part)
+    check_passes(config, data[0])
     parts, budget = with_teacher(parts, data[0].fields, budget)
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:

@@ -28,6 +28,9 @@ class Hub:
         gated: names of repositories whose files are refused.
         stalled: names of files that are sent half, and never completed.
         forget: clears what this process remembers of the hub.
+        is_down: answer no request.
+        fail_after: number of files after which no request is answered; None = all are.
+        num_bytes: bytes of content that were requested.
         sent: name of each file whose content was requested, with the first byte if it is not 0.
     """
 
@@ -36,6 +39,9 @@ class Hub:
     branches: dict[tuple[str, str, str], str] = dataclasses.field(default_factory=dict)
     gated: set[str] = dataclasses.field(default_factory=set)
     stalled: set[str] = dataclasses.field(default_factory=set)
+    is_down: bool = False
+    fail_after: int | None = None
+    num_bytes: int = 0
     sent: list[str] = dataclasses.field(default_factory=list)
     forget: Callable[[], None] = lambda: None
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -67,6 +73,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(has_body=True)
 
     def answer(self, has_body: bool) -> None:
+        if self.hub.is_down or len(self.hub.sent) >= (self.hub.fail_after or 1 << 30):
+            self.close_connection = True
+            return None
         path = self.path.partition("?")[0].replace("%2F", "/")
         if match := _API.fullmatch(path):
             kind, repo, what, revision = match.groups()
@@ -86,6 +95,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if what == "tree":
             tree = [
                 {"type": "file", "path": n, "size": f.stat().st_size, "oid": tag_of(f)}
+                | ({"lfs": {"oid": tag_of(f), "size": 0, "pointerSize": 0}} if is_large(f) else {})
                 for n, f in names.items()
             ]
             return self.reply(200, {}, json.dumps(tree).encode(), has_body)
@@ -101,12 +111,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_file(name, names[name].read_bytes(), headers, has_body)
 
     def send_file(self, name: str, content: bytes, headers: dict[str, str], has_body: bool) -> None:
-        first = int(re.sub(r"\D", "", self.headers.get("Range", "0").partition("-")[0]))
+        begin, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        first, size = int(begin), len(content)
+        content = content[: int(end) + 1] if end else content
         if has_body:
             self.hub.sent.append(f"{name}+{first}" if first else name)
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self.send_response(206 if first else 200)
+            self.hub.num_bytes += len(content) - first
+        if first or end:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{size}"
+        self.send_response(206 if first or end else 200)
         for key, value in {**headers, "Content-Length": str(len(content) - first)}.items():
             self.send_header(key, value)
         self.end_headers()
@@ -159,8 +172,16 @@ def hub_in_use(folder: Path, monkeypatch) -> Iterator[Hub]:
         forget()
 
 
+def is_large(file: Path) -> bool:
+    return file.suffix == ".parquet"
+
+
 def tag_of(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """Return the ETag of a file: SHA-256 if it is large, else the id of its git blob."""
+    content = file.read_bytes()
+    if is_large(file):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 @contextlib.contextmanager

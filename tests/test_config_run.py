@@ -293,7 +293,7 @@ NUM_SETTINGS = {
     "objective": 5,  # teacher: the model to distill
     "optim": 17,
     "precision": 3,
-    "data": 14,
+    "data": 16,  # streaming, and the files of its shuffle buffer
     "eval": 9,  # patience: early stopping; tasks, task_folder, task_limit: lm-eval
     "checkpoint": 11,  # export: the format to export after the last step
     "monitoring": 6,

@@ -72,10 +72,10 @@ def test_a_resume_with_another_row_order_is_refused(dataset, monkeypatch):
     _, state = walk(dataset, 10)
     resume_position(state, dataset, seed=3)
     monkeypatch.setattr(order, "_ROUNDS", 6)
-    order._keys.cache_clear()
+    order.keys_of.cache_clear()
     with pytest.raises(ConfigError, match="data ledger"):
         resume_position(state, dataset, seed=3)
-    order._keys.cache_clear()
+    order.keys_of.cache_clear()
 
 
 def test_new_data_continue_the_chain(dataset, tmp_path):

@@ -141,6 +141,48 @@ def test_wrong_stages_are_rejected(files, settings, word):
         opened(**OLD | settings)
 
 
+def test_passes_count_what_is_drawn():
+    stages = [
+        MixtureStage(0, (0, 1), (3.0, 1.0)), MixtureStage(400, (0, 2)),
+        MixtureStage(500, (1, 2), (1.0, 1.0)),
+    ]  # fmt: skip
+    for given in ((), stages):
+        order = Order(SIZES, [], 5, stages=given)
+        for samples in (1, 390, 400, 470, 900):
+            drawn = np.bincount(part_of(order.rows(np.arange(samples))), minlength=3)
+            passes = np.array(order.passes(samples))
+            # A joint order is counted as its average.
+            assert passes @ SIZES == pytest.approx(samples)
+            assert np.abs(passes * SIZES - drawn).max() <= 12
+
+
+@pytest.mark.parametrize(
+    ("limits", "word"),
+    [
+        ("passes:1", "1 limits for 2"),
+        ("passes:x/1", "passes:LIMIT"),
+        ("passes:0/1", "never used"),
+    ],
+)
+def test_wrong_limits_are_rejected(files, limits, word):
+    with refused(word):
+        opened(**OLD, mixture_weights=[1.0, 1.0, limits])
+
+
+def test_run_that_needs_more_passes_is_rejected(files):
+    flags = [*FLAGS, "--data.sources=a.txt,b.txt", "--mesh=dp=8"]
+    data = opened(**OLD, mixture_weights=[3.0, 1.0])
+    parts, _ = data.part_of(data.order(0).rows(np.arange(8 * 500)))
+    drawn = np.cumsum(parts)[7::8]  # rows of the second source after each step
+    steps = int(np.count_nonzero(drawn <= 1.5 * data.parts[1].num_rows))
+    limited = "--data.mixture_weights=3,1,passes:-/1.5"
+    with refused("'b.txt'", "allows 1.5", f"train.steps={steps}"):
+        run_here("train", *flags, limited, f"--steps={steps + 9}", "--run-dir=run")
+    assert not Path("run").exists()
+    flags = [*flags, "--data.mixture_weights=1,1,passes:9/-"]
+    assert run_here("train", *flags, "--steps=2", "--run-dir=run") == 0
+
+
 FLAGS = [
     "--data.tokenizer=bytes", "--model.vocab_size=256", "--model.d_model=16",
     "--model.num_layers=1", "--model.num_heads=2", "--model.mlp_dim=16", "--train.seq_len=8",

@@ -72,7 +72,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         super().__init__()
         # Drop the tokenizer from the copy sent to workers: reading rows does not use it.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
-        self._order = dataset.order(seed)
+        self._order = dataset.order(seed, ahead=True)
         self._batch_size, self._held = batch_size, held
         self._start, self._left_out = start, left_out
 

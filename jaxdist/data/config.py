@@ -26,6 +26,9 @@ _NAMED_SET = re.compile(r"([A-Za-z][\w.-]*)=(.+)")
 _WEIGHT = r"(?:size|\d{1,12}(?:\.\d{1,12})?(?:e-?\d{1,2})?)"
 _STAGE = re.compile(rf"(\d{{1,12}}):({_WEIGHT}(?:/{_WEIGHT})*)")
 
+_LIMIT = r"(?:-|\d{1,9}(?:\.\d{1,9})?)"
+_PASSES = re.compile(rf"passes:{_LIMIT}(?:/{_LIMIT})*")
+
 PACKING_FORMAT = 3
 """Value of `data.text_format` that packs documents by their lengths alone."""
 
@@ -51,8 +54,9 @@ class DataConfig:
         "empty = in proportion to size, so that an epoch is one pass over everything. "
         "STEP:WEIGHT/WEIGHT/... after the numbers are the weights after this many steps "
         "(8,1,1,20000:4/3/3); 0 leaves a source out, and size in place of the other numbers means "
-        "in proportion to size. A resumed run may add stages that begin after its newest "
-        "checkpoint, and use sources added at the end of `sources` in them",
+        "in proportion to size. passes:LIMIT/LIMIT/... rejects a run that reads a source more "
+        "often than its limit (passes:4/1.5/-, - = any). A resumed run may add stages that begin "
+        "after its newest checkpoint, and use sources added at the end of `sources` in them",
     )
     tokenizer: str = setting(
         "auto",
@@ -74,6 +78,19 @@ class DataConfig:
         "they have none), and so do token folders without a text_format",
         ge=1,
         le=PACKING_FORMAT,
+    )
+    streaming: bool = setting(
+        False,
+        "train on hf:// sources while they are downloaded: shards (files, or parts of 64 MB of "
+        "Parquet files) are tokenized ahead of training and deleted after it, so that the "
+        "complete data set is never on disk. The held-out fraction is that of the first shard. "
+        "Several sources need mixture_weights",
+    )
+    streaming_buffer: int = setting(
+        8,
+        "shards of a streamed source whose rows are shuffled jointly; raise it if they are small "
+        "or sorted by topic. Two such buffers are on disk",
+        ge=1,
     )
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
@@ -154,7 +171,7 @@ class DataConfig:
 
         Weights () = in proportion to size. [] if the mixture does not change.
         """
-        texts = [item.partition(":") for item in self.mixture_weights if isinstance(item, str)]
+        texts = [item.partition(":") for item in self._mixtures]
         listed = [(int(step), weights.split("/")) for step, _, weights in texts]
         if listed and listed[0][0]:
             first = [str(weight) for weight in self.first_weights]
@@ -165,6 +182,17 @@ class DataConfig:
             numbers = () if "size" in used.values() else tuple(map(float, used.values()))
             stages.append((step, tuple(used), numbers))
         return stages
+
+    @property
+    def _mixtures(self) -> list[str]:
+        return [x for x in self.mixture_weights if isinstance(x, str) and x[:7] != "passes:"]
+
+    @property
+    def max_passes(self) -> list[float]:
+        """Largest number of passes over each source, inf = any; [] = any for all."""
+        limits = [x for x in self.mixture_weights if isinstance(x, str) and x[:7] == "passes:"]
+        texts = limits[-1][7:].split("/") if limits else []
+        return [math.inf if text == "-" else float(text) for text in texts]
 
     @property
     def is_chat(self) -> bool:
@@ -201,7 +229,7 @@ class DataConfig:
         named = [("sources", source) for source in self.sources]
         named += [("eval_sources", source) for _, source in self.eval_sets]
         errors += [p for name, source in named if (p := _missing(name, source))]
-        errors += self._weight_problems() + self._record_problems()
+        errors += self._weight_problems() + self._record_problems() + self._streaming_problems()
         return errors + self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> list[str]:
@@ -253,10 +281,39 @@ class DataConfig:
             )
         return errors
 
+    def _streaming_problems(self) -> list[str]:
+        if not self.streaming:
+            return []
+        errors = []
+        if not any(map(is_hub_set, self.sources)):
+            errors.append(
+                f"data.streaming with data.sources={self.sources}: only data sets of the hub are "
+                "streamed. Use hf://ORG/NAME, or leave data.streaming out."
+            )
+        by_size = len(self.sources) > 1 and not all(weights for _, _, weights in self.stages)
+        if by_size or (len(self.sources) > 1 and not self.mixture_weights):
+            errors.append(
+                "data.streaming with several sources in proportion to their size, which is unknown "
+                "before they are read. Set data.mixture_weights to one number per source."
+            )
+        if self.num_workers:
+            errors.append(
+                f"data.streaming with data.num_workers={self.num_workers}: threads of the training "
+                "process read streams. Leave data.num_workers out."
+            )
+        if self.has_single_rows or (self.records != "text" and self.long_records == "reject"):
+            errors.append(
+                f"data.streaming with data.records={self.records}, "
+                f"data.long_records={self.long_records}: this needs all records before the first "
+                "step. Leave data.streaming out, or set long_records to cut or drop."
+            )
+        return errors
+
     def _weight_problems(self) -> list[str]:
         first = self.first_weights
         problems = [self._mixture_problem("data.mixture_weights", first)]
-        stages = [item for item in self.mixture_weights if isinstance(item, str)]
+        stages = self._mixtures
+        problems += self._passes_problems()
         last = -1
         for text in stages:
             name = f"data.mixture_weights has {text!r}"
@@ -288,6 +345,37 @@ class DataConfig:
                 "stages mix several sources of files. Leave it out."
             )
         return [problem for problem in problems if problem]
+
+    def _passes_problems(self) -> list[str]:
+        limits = [x for x in self.mixture_weights if isinstance(x, str) and x[:7] == "passes:"]
+        if not limits:
+            return []
+        name = f"data.mixture_weights has {limits[-1]!r}"
+        if len(limits) > 1 or not _PASSES.fullmatch(limits[-1]):
+            return [f"{name}: use one passes:LIMIT/LIMIT/..., e.g. passes:4/1.5/-."]
+        passes = self.max_passes
+        problems = []
+        if len(passes) != len(self.sources):
+            problems.append(
+                f"{name}, {len(passes)} limits for {len(self.sources)} sources. Name one per "
+                "source; - = no limit."
+            )
+        if not all(passes):
+            problems.append(f"{name}: a source with limit 0 is never used. Remove the source.")
+        of_unknown_size = [
+            source
+            for source, limit in zip(self.sources, passes, strict=False)
+            if limit < math.inf and (is_custom(source) or self._is_streamed(source))
+        ]
+        if of_unknown_size:
+            problems.append(
+                f"{name}, but the number of rows of {of_unknown_size[0]!r} is unknown at the start "
+                "(your own rows, or data.streaming). Use - as its limit."
+            )
+        return problems
+
+    def _is_streamed(self, source: str) -> bool:
+        return self.streaming and is_hub_set(source)
 
     def _mixture_problem(self, name: str, weights: list[float]) -> str:
         if not weights:

@@ -207,6 +207,13 @@ def write_corpus(
             raise
 
 
+def write_shard(file: DataFile, folder: Path, encoder: Encoder) -> None:
+    """Tokenize one file into a new folder, atomically; it may hold no text."""
+    with new_output(folder) as partial:
+        partial.mkdir()
+        _fill(partial, [file], encoder, SHARD_TOKENS)
+
+
 def corpus_key(files: Sequence[DataFile], encoder: Encoder) -> str:
     """Return a digest of everything that the tokens of files depend on."""
     about = [FORMAT, _READING, source_digest(files), *encoder.identity]
@@ -299,7 +306,7 @@ def _fill(
     files: Sequence[DataFile],
     encoder: Encoder,
     shard_tokens: int,
-    progress: Progress,
+    progress: Progress | None = None,
 ) -> None:
     tokenizer = encoder.tokenizer
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
@@ -316,7 +323,8 @@ def _fill(
             tokens.write(chunk.tokens)
             if chunk.weights is not None:
                 weights.write(chunk.weights)
-            progress.advance(chunk.position - position)
+            if progress is not None:
+                progress.advance(chunk.position - position)
             position = chunk.position
     shards = {stem: writer.about for stem, writer in writers.items()}
     digests = {stem: writer.digest for stem, writer in writers.items()}

@@ -20,9 +20,11 @@ from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.files import find_files, size_of
+from jaxdist.data.hub_sets import is_hub_set
+from jaxdist.data.hub_stream import StreamedPart, StreamOrder, open_streamed
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import MixtureStage, Order
-from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
+from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, split_text
 from jaxdist.data.record_kinds import LEARNED
 from jaxdist.data.record_rows import split_records
 from jaxdist.data.stream import StreamDataset, open_stream
@@ -97,15 +99,8 @@ class Dataset:
             raise IndexError(f"row {indices.min()}..{indices.max()} of {self.num_rows}")
         if len(self.parts) == 1:
             return self.parts[0].rows(indices, spans)
-        out: Rows = {}
         part_of, offsets = self.part_of(indices)
-        for part in np.unique(part_of):
-            chosen = part_of == part
-            rows = self.parts[part].rows(offsets[chosen], spans)
-            for name, values in rows.items():
-                shape = (len(indices), *values.shape[1:])
-                out.setdefault(name, np.empty(shape, values.dtype))[chosen] = values
-        return out
+        return gather_rows(part_of, lambda part, of: self.parts[part].rows(offsets[of], spans))
 
     def part_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the part of each row and its row number there, int64 [n] from int64 [n]."""
@@ -132,7 +127,10 @@ class Dataset:
     def describe(self) -> str:
         """Return one line for the log: rows, size, tokenizer, fingerprint."""
         words = [f"{self.kind}, {self.num_rows:,} rows"]
-        if self.kind == "text":
+        if self.streams:
+            shards = sum(part.num_shards for part in self.streams.values())
+            words = [f"{self.kind}, streamed from {shards:,} shards"]
+        elif self.kind == "text":
             seq_len = self.fields["tokens"][0][0]
             words.append(f"of {seq_len} tokens ({in_si(self.num_rows * seq_len)} an epoch)")
         own = any(isinstance(part, CustomRows) for part in self.parts)
@@ -145,10 +143,18 @@ class Dataset:
             extra.append(f"{len(self.stages)} mixtures")
         return ", ".join([" ".join(words), *extra, f"fingerprint {self.fingerprint[:8]}"])
 
-    def order(self, seed: int) -> Order:
-        """Return the order of rows in training."""
+    @property
+    def streams(self) -> dict[int, StreamedPart]:
+        """Parts of a number of rows that is not yet known, by index."""
+        return {n: part for n, part in enumerate(self.parts) if isinstance(part, StreamedPart)}
+
+    def order(self, seed: int, *, ahead: bool = False) -> Order:
+        """Return the order of rows in training; `ahead` prepares streamed rows in its order."""
         sizes = [part.num_rows for part in self.parts]
-        return Order(sizes, self.weights, seed, self.rows_per_example, self.stages)
+        about = (sizes, self.weights, seed, self.rows_per_example, self.stages)
+        if self.streams:
+            return StreamOrder(self.streams, *about, ahead=ahead)
+        return Order(*about)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
         """Return this dataset with an order that keeps groups of adjacent rows together."""
@@ -247,14 +253,24 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
         chat_template=config.chat_template,
     )
     held = 0.0 if config.eval_sources else config.eval_fraction
-    opened = [_open_corpus(source, encoder) for source in config.sources]
+    streamed = [config.streaming and is_hub_set(source) for source in config.sources]
+    stored = [s for s, is_one in zip(config.sources, streamed, strict=True) if not is_one]
+    opened = [_open_corpus(source, encoder) for source in stored]
     others = [_open_corpus(source, encoder) for _, source in config.eval_sets]
-    sources = [*config.sources, *(source for _, source in config.eval_sets)]
+    sources = [*stored, *(source for _, source in config.eval_sets)]
     _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
     _warn_of_old_rules(config, encoder, sources, [*opened, *others])
     split = _splitter(config, [*opened, *others], seq_len)
-    train, rest = [], []
-    for source, corpus in zip(config.sources, opened, strict=True):
+    train: list[Part] = []
+    rest: list[Part] = []
+    corpora = iter(opened)
+    for source, is_streamed in zip(config.sources, streamed, strict=True):
+        if is_streamed:
+            stream = open_streamed(config, source, encoder, split.rows, split.packing, seq_len)
+            train.append(stream)
+            rest += stream.held_out
+            continue
+        corpus = next(corpora)
         rows, held_rows = split.rows(corpus, held)
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
@@ -262,7 +278,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     for (_, source), corpus in zip(config.eval_sets, others, strict=True):
         rows, _ = split.rows(corpus, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
-    used = opened[0].tokenizer
+    used = opened[0].tokenizer if opened else encoder.tokenizer
     about = {"seq_len": seq_len, "packing": split.packing, "tokenizer": used.fingerprint}
     dataset = functools.partial(
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
@@ -360,7 +376,7 @@ def _packing(
         )  # fmt: skip
     if config.packing != "auto":
         return config.packing
-    return "best_fit" if weighted else "stream"
+    return "best_fit" if weighted or config.records != "text" else "stream"
 
 
 def _open_corpus(source: str, encoder: Encoder) -> Corpus:

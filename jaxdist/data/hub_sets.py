@@ -52,12 +52,15 @@ class HubFile:
     Attributes:
         repo: ORG/NAME@COMMIT.
         tag: digest of its content.
+        part: number of this part of a Parquet file, below `num_parts`.
     """
 
     repo: str
     path: str
     num_bytes: int
     tag: str
+    part: int = 0
+    num_parts: int = 1
 
     @property
     def name(self) -> str:
@@ -71,6 +74,28 @@ class HubFile:
         """Return the path of the file on this host, downloaded on first use."""
         with waiting(f"downloading {self}"):  # another thread may download it already
             return hub.fetch_file(self.repo, self.path, _counting_bar(None))
+
+    def row_groups(self, count: int) -> range:
+        """Return the row groups of this part, of a Parquet file with `count` of them."""
+        starts = [count * part // self.num_parts for part in (self.part, self.part + 1)]
+        return range(*starts)
+
+    def download_to(self, folder: Path) -> Path:
+        """Return its path in a folder, or in the cache of the hub if that has the file."""
+        bar = _counting_bar(None)
+        return hub.patiently(lambda: hub.fetch_file(self.repo, self.path, bar, folder))
+
+    def download_range(self, start: int, length: int, local: Path) -> None:
+        """Write a range of bytes at the same place of an existing file."""
+
+        def fetch() -> None:
+            with local.open("r+b") as file:
+                file.seek(start)
+                hub.fetch_range(
+                    self.repo, self.path, self.tag, start, length, file, _counting_bar(None)
+                )
+
+        hub.patiently(fetch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +293,8 @@ def _counting_bar(progress: Progress | None) -> type[Any]:
     lock = threading.Lock()
 
     class Bar(tqdm):
+        monitor_interval = 0  # else each class has a thread
+
         def __init__(self, *args: Any, **options: Any) -> None:
             options.pop("name", None)
             super().__init__(*args, **{**options, "disable": True})

@@ -19,9 +19,6 @@ from jaxdist.data.order import Order
 NUM_LINKS = 16
 """Steps that a checkpoint stores and a resumed run verifies."""
 
-_SAMPLES_AT_ONCE = 8192
-"""Samples per numpy call, because 1,000 rows take about as long as one."""
-
 
 class Link(NamedTuple):
     """One step of the chain: first sample and number of samples of its batch, and a digest.
@@ -76,7 +73,7 @@ class Ledger:
         assert self._order is not None
         at = link.first_sample - self._cached_from
         if at < 0 or at + link.num_samples > len(self._cached_rows):
-            end = link.first_sample + max(link.num_samples, _SAMPLES_AT_ONCE)
+            end = link.first_sample + max(link.num_samples, self._order.samples_at_once)
             self._cached_rows = self._order.rows(np.arange(link.first_sample, end, dtype=np.int64))
             self._cached_from, at = link.first_sample, 0
         return self._cached_rows[at : at + link.num_samples]

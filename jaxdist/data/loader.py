@@ -153,6 +153,8 @@ class Loader:
             state["iterators"] = _every_state(self._iterator_state, self._shard)
         else:
             state["ledger"] = [list(link) for link in self.ledger.links]
+            if streams := self._dataset.streams:
+                state["row_counts"] = {str(n): [*part.counts] for n, part in streams.items()}
         return state
 
     @property
@@ -253,6 +255,8 @@ def resume_position(
     ledger = tuple(Link(*link) for link in state.get("ledger", [Link()]))
     if not changes:
         if isinstance(dataset, Dataset):
+            for number, part in dataset.streams.items():
+                part.counts = [*state.get("row_counts", {}).get(str(number), part.counts)]
             _check_ledger(ledger, dataset, seed)
         iterators = state.get("iterators")
         return Position(

@@ -7,7 +7,7 @@ have weight 0 if the packing separates documents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -53,6 +53,20 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
         return rows
     part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
     return {name: part(x) if x.ndim > 1 else x for name, x in rows.items()}
+
+
+def gather_rows(numbers: np.ndarray, read: Callable[[int, np.ndarray], Rows]) -> Rows:
+    """Return rows that are spread over parts, in their order: name -> [n, ...].
+
+    `numbers` int64 [n] are the parts. `read` returns those rows that a bool [n] selects.
+    """
+    out: Rows = {}
+    for number in np.unique(numbers):
+        chosen = numbers == number
+        for name, values in read(int(number), chosen).items():
+            shape = (len(numbers), *values.shape[1:])
+            out.setdefault(name, np.empty(shape, values.dtype))[chosen] = values
+    return out
 
 
 def text_fields(seq_len: int, packed: bool) -> Fields:

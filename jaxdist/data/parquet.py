@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.data.files import DataFile, open_file, open_ranges, size_of
+from jaxdist.data.hub_sets import HubFile
 from jaxdist.settings import ConfigError
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
@@ -17,6 +19,9 @@ _EXPANSION = 200
 
 _NUM_VALUES, _VALUES_PER_BYTE = 1 << 20, 16
 """A column with more values may have at most this many per byte of the file."""
+
+_FOOTER_BYTES = 64 << 10
+"""Bytes at the end of a file that are read first; most footers fit."""
 
 _BOOLEANS, _INTEGER, _BYTES, _LIST, _STRUCT = (1, 2), 4, 8, 9, 12
 """Types of Thrift's compact protocol."""
@@ -54,7 +59,10 @@ def read_columns(
             prefixes = tuple(f"{column}." for column in columns)
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
             read = [i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(prefixes)]
-            for group, chunks in enumerate(_read_groups(stream, size)):
+            groups = list(enumerate(_read_groups(stream, size)))
+            if isinstance(path, HubFile):
+                groups = [groups[number] for number in path.row_groups(len(groups))]
+            for group, chunks in groups:
                 pages = [_check_pages(path, leaves[i], chunks[i], stream) for i in read]
                 rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(pages, default=1)))
                 for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
@@ -73,6 +81,37 @@ def read_columns(
         raise ConfigError(
             f"{str(path)!r} is not a complete Parquet file ({reason}). Copy or write it again."
         ) from None
+
+
+def download_row_groups(file: HubFile, local: Path) -> None:
+    """Download the footer and the row groups of a part of a file, at their places in a new file.
+
+    The rest of the new file is empty, and takes no space on most file systems.
+    """
+    import pyarrow.parquet as parquet
+
+    local.parent.mkdir(parents=True, exist_ok=True)
+    with local.open("wb") as new:
+        new.truncate(file.num_bytes)
+    length = min(file.num_bytes, _FOOTER_BYTES)
+    file.download_range(file.num_bytes - length, length, local)
+    with local.open("rb") as stream:
+        stream.seek(file.num_bytes - 8)
+        footer = 8 + int.from_bytes(stream.read(4), "little")
+    if length < footer <= file.num_bytes:
+        file.download_range(file.num_bytes - footer, footer - length, local)
+    try:
+        about = parquet.read_metadata(local)
+    except Exception:  # reading the rows reports it
+        return
+    groups = [about.row_group(number) for number in file.row_groups(about.num_row_groups)]
+    chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
+    if chunks:
+        starts = [
+            min(c.dictionary_page_offset or c.data_page_offset, c.data_page_offset) for c in chunks
+        ]
+        end = max(s + c.total_compressed_size for s, c in zip(starts, chunks, strict=True))
+        file.download_range(min(starts), end - min(starts), local)
 
 
 def _problem_of(schema: Any, columns: list[str], texts: bool) -> str:

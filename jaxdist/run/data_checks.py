@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import math
@@ -18,6 +19,30 @@ def in_examples(parts: Parts, dataset: TrainData) -> Any:
     """Return the dataset with an order that keeps the rows of an example together."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
+
+
+def check_passes(config: RunConfig, dataset: TrainData) -> None:
+    """Reject a run that reads a source more often than `data.mixture_weights` allows."""
+    limits, train = config.data.max_passes, config.train
+    if not limits or not isinstance(dataset, Dataset):
+        return
+    order = dataset.order(config.seed)
+
+    def exceeded(steps: int) -> list[tuple[str, float, float]]:
+        passes = order.passes(steps * train.global_batch_size)
+        sources = zip(config.data.sources, passes, limits, strict=True)
+        return [one for one in sources if one[1] > one[2]]
+
+    if problems := exceeded(train.steps):
+        most = bisect.bisect_left(range(train.steps), True, key=lambda n: bool(exceeded(n + 1)))
+        raise ConfigError(
+            [
+                f"{train.steps} steps read data source {source!r} {passes:.4g} times, and passes "
+                f"in data.mixture_weights allows {limit:g}. Set train.steps={most} or less, lower "
+                "its weight, or raise the limit."
+                for source, passes, limit in problems
+            ]
+        )
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
@@ -60,7 +85,7 @@ def with_steps(config: RunConfig, data: Any) -> RunConfig:
     train = config.train
     if not train.epochs:
         return config
-    if not isinstance(data, Dataset):
+    if not isinstance(data, Dataset) or data.streams:
         raise ConfigError(
             f"train.epochs={train.epochs:g} with data.sources={config.data.sources}, a stream "
             "without a number of rows. Set train.steps."

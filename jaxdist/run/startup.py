@@ -347,7 +347,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 
 def _passes(config: RunConfig, data: TrainData) -> str:
-    if not isinstance(data, Dataset):
+    if not isinstance(data, Dataset) or data.streams:
         return ""
     passes = config.train.steps * config.train.global_batch_size / data.num_rows
     return f"; {passes:.2g} passes in {config.train.steps:,} steps"
@@ -370,6 +370,8 @@ def _precision(parts: Parts) -> str:
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
     """Return positions in documents, int32 [num_rows, seq_len]; None unless packed and cp > 1."""
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
+        return None
+    if data.streams:
         return None
     sample = np.linspace(0, data.num_rows - 1, _BALANCE_ROWS).astype(np.int64)
     return data.rows(sample).get("positions")

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from jaxdist.runtime.progress import waiting
 from jaxdist.settings.declare import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+T = TypeVar("T")
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}(@[A-Za-z0-9][A-Za-z0-9._/-]{{0,200}})?")
@@ -25,6 +31,14 @@ _FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".toml", ".txt")  # not hub 
 
 Kind = Literal["model", "dataset"]
 """Kind of a repository."""
+
+
+class Unreachable(ConfigError):
+    """The hub did not answer, or not completely; a later try may succeed."""
+
+
+RETRY_S = (1, 2, 4, 8, 16, 32, 60, 60)
+"""Seconds between tries of a download."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -127,18 +141,75 @@ def check_access(name: str, path: str) -> None:
         return
 
 
-def fetch_file(name: str, path: str, bar: type[Any] | None = None) -> Path:
+def fetch_file(
+    name: str, path: str, bar: type[Any] | None = None, folder: Path | None = None
+) -> Path:
     """Download a file of a data set with a commit; continue an interrupted download.
 
-    `bar` is the class of its progress bar, as in `hf_hub_download`.
+    `bar` is the class of its progress bar, as in `hf_hub_download`. With `folder`, a file that the
+    cache does not have is stored there.
     """
     from huggingface_hub import hf_hub_download
 
     repo, _, commit = name.partition("@")
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": commit}
+    if folder is not None and not in_cache(name, path):
+        options["local_dir"] = folder
     with _errors(name, "dataset"):
-        return Path(
-            hf_hub_download(repo, path, repo_type="dataset", revision=commit, tqdm_class=bar)
+        return Path(hf_hub_download(repo, path, tqdm_class=bar, **options))
+
+
+def in_cache(name: str, path: str) -> bool:
+    """Return whether a file of a data set with a commit is read from the cache."""
+    from huggingface_hub import try_to_load_from_cache as cached
+
+    repo, _, commit = name.partition("@")
+    return is_offline() or isinstance(cached(repo, path, repo_type="dataset", revision=commit), str)
+
+
+def fetch_range(
+    name: str, path: str, tag: str, start: int, length: int, file: BinaryIO, bar: type[Any]
+) -> None:
+    """Write a range of bytes of a file of a data set with a commit to `file`, at its position.
+
+    Raises `ConfigError` if the digest of the complete file is not `tag`, by its ETag.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    repo, _, commit = name.partition("@")
+    url = hf_hub_url(repo, path, repo_type="dataset", revision=commit)
+    with _errors(name, "dataset"):
+        etag = get_hf_file_metadata(url).etag
+    check_digest(f"hf://{name}/{path}", etag or "", tag)
+    with _errors(name, "dataset"):
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
+        http_get(url, file, headers=headers, expected_size=length, tqdm_class=bar)
+
+
+def check_digest(name: str, digest: str, listed: str) -> None:
+    """Reject a file whose digest differs from the one that the hub lists for its commit."""
+    if digest != listed:
+        raise ConfigError(
+            f"{name} has digest {digest}, and the hub lists {listed} for this commit: its content "
+            "was changed or damaged. Start again to download it again; if that fails, check the "
+            "mirror (HF_ENDPOINT) or the cache (HF_HUB_CACHE)."
         )
+
+
+def patiently(fetch: Callable[[], T]) -> T:
+    """Return the result of a download; try again for minutes if the hub does not answer."""
+    for number, delay in enumerate(RETRY_S, start=1):
+        try:
+            return fetch()
+        except Unreachable as error:
+            log.warning(
+                "%s (try %d of %d, again in %g s)",
+                error.problems[0], number, len(RETRY_S) + 1, delay,
+            )  # fmt: skip
+            time.sleep(delay)
+    return fetch()
 
 
 @contextlib.contextmanager
@@ -146,7 +217,12 @@ def _errors(name: str, kind: Kind) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from the library, its HTTP client, or the disk
-        raise ConfigError(_problem(name, error, kind)) from None
+        from huggingface_hub import errors
+
+        lasting = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+        is_lasting = is_offline() or isinstance(error, lasting)
+        raised = ConfigError if is_lasting else Unreachable
+        raise raised(_problem(name, error, kind)) from None
 
 
 def _problem(name: str, error: Exception, kind: Kind) -> str:
