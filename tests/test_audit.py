@@ -313,8 +313,8 @@ def test_unused_values_are_not_communicated(is_printed):
         return pull(collectives.vary(dy, "tensor"))[0]
 
     mesh, split = MeshSpec(tensor=2).build(jax.devices()[:2]), P("tensor")
-    step = jax.shard_map(backward, mesh=mesh, in_specs=(split, P()), out_specs=split)
-    traced = jax.make_jaxpr(step)(jnp.ones(8), jnp.ones(8)).jaxpr
+    mapped = jax.shard_map(backward, mesh=mesh, in_specs=(split, P()), out_specs=split)
+    traced = jax.make_jaxpr(mapped)(jnp.ones(8), jnp.ones(8)).jaxpr
     body = find_manual(traced).params["jaxpr"]
     moved = {t.kind for t in step.transfers_of(body, {"tensor": 2})}
     assert moved == {"reduce-scatter", *(["all-gather"] if is_printed else [])}
