@@ -42,6 +42,7 @@ class Case:
     dtype: str = "float32"
     scale: float = 1.0
     exchange: str = "auto"
+    depths: str = ""
 
     def __str__(self) -> str:
         default = {field.name: field.default for field in dataclasses.fields(self)}
@@ -132,6 +133,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
         sequence_parallel=case.sequence_parallel and not case.automatic,
         auto_tensor=case.automatic,
         context_attention=case.exchange,
+        stage_depths=tuple(map(int, case.depths.split("."))) if case.depths else (),
     )
     model = make_model(case.family, case.layers)
     config = TrainConfig(
@@ -149,15 +151,18 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     return model, layout, plan, make_context(model, layout, plan)
 
 
-def placed_params(case: Case, model: Any, layout: Any) -> Any:
+def placed_params(case: Case, model: Any, layout: Any, plan: Any) -> Any:
     """Return the parameters of a case on its devices, with layers in execution order."""
     import jax
+    import optax
 
     from jaxdist.core.parallel.pipeline.virtual_stages import to_execution_order
+    from jaxdist.core.state import abstract_state
 
-    shardings = layout.shardings(layout.param_specs(model.axes))
+    state = abstract_state(model, optax.identity(), layout, loss_scale={})
+    shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jax.device_put(host_params(case.family, case.layers), shardings)
-    return to_execution_order(params, case.virtual)
+    return to_execution_order(params, plan.layers)
 
 
 def lowered(case: Case) -> Any:
@@ -171,7 +176,7 @@ def lowered(case: Case) -> Any:
     model, layout, plan, context = make_parts(case)
     function = make_value_and_grad(model, layout, plan, context)
     arguments = (
-        placed_params(case, model, layout),
+        placed_params(case, model, layout, plan),
         place_batch(host_batch(case.rows), layout.sharding(layout.batch_spec())),
         jax.random.key(1),
         jnp.float32(case.scale),
@@ -188,7 +193,8 @@ def gradients(case: Case) -> tuple[Any, Any, Any]:
     function, arguments = lowered(case)
     compiled = function.lower(*arguments).compile(compiler_options=FAST_COMPILE)
     sums, grads, norm = compiled(*arguments)
-    return jax.device_get((sums, to_model_order(grads, case.virtual), norm))
+    layers = make_parts(case)[2].layers
+    return jax.device_get((sums, to_model_order(grads, layers), norm))
 
 
 def evaluation(case: Case) -> Any:
@@ -200,7 +206,7 @@ def evaluation(case: Case) -> Any:
 
     model, layout, plan, context = make_parts(case)
     evaluate = jax.jit(make_evaluate(model, layout, plan, context))
-    params = placed_params(case, model, layout)
+    params = placed_params(case, model, layout, plan)
     batch = place_batch(host_batch(case.rows), layout.sharding(layout.batch_spec()))
     compiled = evaluate.lower(params, batch).compile(compiler_options=FAST_COMPILE)
     return jax.device_get(compiled(params, batch))

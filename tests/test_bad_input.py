@@ -90,7 +90,10 @@ MESH = {  # tests/test_mesh.py covers the notation
     "kv heads": (
         ["--mesh=tp=4", "--model.num_kv_heads=2"],
         "does not divide model.num_kv_heads=2", "Legal with 4"),
-    "layers": (["--mesh=pp=3"], "pp=3 does not divide model.num_layers=8", "1, 2, 4 or 8"),
+    "layers": (["--mesh=pp=9"], "pp=9: some stages of model.num_layers=8", "pp=8 or less"),
+    "layers of a stage": (
+        ["--mesh=pp=2", "--simulate=2", "--pipeline.layers-per-stage=4,5"],
+        "layers_per_stage=4,5 has 9 layers", "with the sum model.num_layers=8"),
     "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "15 or 18"),
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64",

@@ -160,7 +160,7 @@ def test_sums_and_gradients_match_a_plain_loop(case, reference):
     model, layout, plan, context = make_parts(case)
     function = make_value_and_grad(model, layout, plan, context)
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    placed = to_execution_order(placed, case.virtual)
+    placed = to_execution_order(placed, plan.layers)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     sums, grads, _ = run(function, placed, batch, jax.random.key(0), jnp.float32(SCALE))
     check_sums(sums, expected)
@@ -168,7 +168,7 @@ def test_sums_and_gradients_match_a_plain_loop(case, reference):
     jax.tree.map(
         # float32 sums in another order
         lambda ours, other: np.testing.assert_allclose(ours, other, rtol=0, atol=1e-5 * largest),
-        jax.device_get(to_model_order(grads, case.virtual)),
+        jax.device_get(to_model_order(grads, plan.layers)),
         expected_grads,
     )
 
@@ -181,7 +181,7 @@ def test_evaluation_adds_up_the_sums_of_blocks(case, reference):
     model, layout, plan, context = make_parts(case)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    placed = to_execution_order(placed, case.virtual)
+    placed = to_execution_order(placed, plan.layers)
     check_sums(run(make_evaluate(model, layout, plan, context), placed, batch), expected)
 
 

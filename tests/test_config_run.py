@@ -179,12 +179,12 @@ def test_auto_mesh_chooses_replicas_or_the_nearest_legal_mesh_with_a_reason():
 def test_bad_mesh_reports_every_violated_rule_and_similar_legal_meshes():
     config = run_config("--mesh=auto", "--train.global_batch_size=24")
     with pytest.raises(ConfigError) as caught:
-        config.check_mesh(MeshSpec(tensor=3, pipeline=3), num_devices=8)
+        config.check_mesh(MeshSpec(tensor=3, pipeline=9), num_devices=8)
     lines = caught.value.problems
     assert str(caught.value).startswith("mesh: 5 problems") and len(lines) == 5
     text = "\n".join(lines)
     for part in (
-        "needs 9 devices, 8 are",
+        "needs 27 devices, 8 are",
         "num_layers=8",
         "num_heads=8",
         "vocab_size=1024",
@@ -207,7 +207,12 @@ def test_error_of_mesh_resolution_is_reported(monkeypatch):
 
 def test_no_legal_mesh_of_all_devices_suggests_fewer():
     with refused("Legal with 6 devices", "--mesh dp=6"):
-        run_config("--simulate=7", "--train.global_batch_size=6", "--model.sliding_window=0")
+        run_config(
+            "--simulate=7",
+            "--train.global_batch_size=6",
+            "--model.num_layers=6",
+            "--model.sliding_window=0",
+        )
 
 
 def test_custom_model_dims_are_checked_after_it_is_built():
@@ -288,7 +293,7 @@ NUM_SETTINGS = {
     "model": 40,  # seven of experts
     "lora": 6,
     "mesh": 4,
-    "pipeline": 2,
+    "pipeline": 3,  # layers_per_stage: stages of unequal depth
     "train": 10,  # epochs: the length in passes over the data
     "objective": 5,  # teacher: the model to distill
     "optim": 17,

@@ -10,9 +10,10 @@ import tiny
 from tiny import SEQ, Case, initial_state, model_of, reference, text_batch
 
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.parallel.pipeline.virtual_stages import to_execution_order
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, to_execution_order
 from jaxdist.core.types import Context
 
 NAMES = ("rotary", "windowed")
@@ -30,7 +31,9 @@ MESHES = [
 def measure(case, batch):
     """Return the statistics after the first and the second step, measured every second step."""
     step, state = tiny.step_of(case, layer_statistics_steps=2)
-    state, both = to_execution_order(state, case.pipeline.num_virtual_stages), []
+    spec, virtual = MeshSpec.parse(case.mesh), case.pipeline.num_virtual_stages
+    split = LayerSplit.of(tiny.model_of(case.model).num_layers, spec["pipeline"], virtual)
+    state, both = to_execution_order(state, split), []
     for _ in range(2):
         state, metrics = step.train(state, place_batch(batch, step.batch_sharding), np.inf)
         both.append(jax.device_get(metrics["layer_statistics"]))

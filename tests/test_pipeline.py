@@ -11,7 +11,7 @@ import pytest
 from pipeline_parity import Case, compare
 
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
-from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced
 from jaxdist.settings import problems_of
 
 # The project's contract for float32 across meshes: only the order of sums differs.
@@ -20,6 +20,7 @@ LOSS, GRADIENT = 1e-6, 1e-5
 FAST = [
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
     pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.smoke),
+    Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="llama_tied"),
 ]
 SLOW = [
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
@@ -34,6 +35,11 @@ MORE = [
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
     Case(mesh="pp=2,tp=4", remat="dots", gather="step"),
     Case(mesh="pp=8", layers=8),
+    Case(mesh="pp=2", layers=3, depths="2.1"),
+    Case(mesh="pp=2,cp=2", layers=3, depths="1.2", family="gpt2"),
+    Case(mesh="pp=4", layers=6, depths="1.2.2.1", family="gemma"),
+    Case(mesh="pp=2,fsdp=2", layers=3, depths="1.2", family="gpt2"),
+    Case(mesh="pp=2,dp=2,tp=2", layers=3, depths="2.1", zero=2, gather="step", remat="dots"),
     *pipeline_parity.cover(),
 ]
 
@@ -113,9 +119,12 @@ def test_microbatches_are_chosen_from_stages_and_rows():
 def test_schedule_description_has_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert schedule.num_microbatches == 16
-    text = describe(schedule, 32)
+    text = describe(schedule, 32, LayerSplit((2, 2, 2, 2), 4))
     for fact in ("1f1b", "4 stages", "16 microbatches", "2 rows", "15.8 %", "19+19"):
         assert fact in text
+    # Of 19 pairs of ticks, the first and the last take half: 54 units of time for 36 of work.
+    text = describe(schedule, 32, LayerSplit((1, 2, 2, 1), 4))
+    assert "1 to 2 layers" in text and "33.3 %" in text
 
 
 @pytest.mark.parametrize(("num_microbatches", "count"), [(0, 8), (1, 1), (2, 2)])
@@ -131,10 +140,24 @@ def test_invalid_settings_are_rejected_with_the_fix():
     assert "pipeline.num_virtual_stages=0" in problem
 
 
-@pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
-def test_virtual_stage_rounds_receive_and_send_one_each(p, v):
-    rounds = exchange_rounds(p, v)
-    assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
-    for moved in rounds:
-        assert sorted(moved // v) == list(range(p)), "one from every stage that stores"
-        assert sorted(moved % p) == list(range(p)), "one to every stage that runs"
+@pytest.mark.parametrize(
+    ("layers", "p", "v", "head", "expected"),
+    [
+        (31, 4, 1, 0.6, (8, 8, 8, 7)),
+        (31, 4, 1, 2.4, (8, 9, 9, 5)),
+        (126, 16, 8, 0.65, (0, *[1] * 126, 0)),
+        (126, 16, 4, 0.65, (1, *[2] * 62, 1)),
+        (3, 2, 1, 0.0, (1, 2)),
+        (8, 4, 1, 2.4, (2, 2, 2, 2)),  # equal numbers need no padding
+    ],
+)
+def test_layers_are_balanced_with_the_head(layers, p, v, head, expected):
+    assert balanced(layers, p, v, head) == expected
+
+
+def test_layers_are_stored_on_the_stages_that_run_them():
+    """Virtual stages 0 and 2 are on stage 0; 7 is the padding of a model with seven layers."""
+    split = LayerSplit((2, 1, 3, 1), 2)
+    assert split.order.tolist() == [0, 1, 7, 3, 4, 5, 2, 7, 7, 6, 7, 7]
+    assert split.positions.tolist() == [0, 1, 6, 3, 4, 5, 9]
+    assert (split.num_stored, split.starts.tolist()) == (12, [0, 2, 3, 6])

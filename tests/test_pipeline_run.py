@@ -1,7 +1,6 @@
 """Runs on pipeline meshes: many steps, another mesh after a checkpoint, generation."""
 
 import contextlib
-import dataclasses
 
 import jax
 import numpy as np
@@ -12,12 +11,9 @@ from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.parallel.pipeline.virtual_stages import (
-    execution_order,
-    to_execution_order,
-    to_model_order,
-)
+from jaxdist.core.parallel.pipeline.virtual_stages import to_execution_order, to_model_order
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
@@ -32,10 +28,10 @@ SMALL = DecoderConfig(
 
 
 def make_run(case: Case):
-    """Return (layout, step) of a case with Adam, clipping and a constant learning rate."""
+    """Return (plan, layout, step) of a case with Adam, clipping and a constant learning rate."""
     model, layout, plan, _ = make_parts(case)
     optimizer = Optimizer(OPTIMIZER, lambda count: 3e-3 + 0.0 * count, max_grad_norm=1.0)
-    return layout, make_step(model, model.objective, optimizer, layout, plan)
+    return plan, layout, make_step(model, model.objective, optimizer, layout, plan)
 
 
 def train(step, state, first: int, last: int):
@@ -49,9 +45,11 @@ def train(step, state, first: int, last: int):
     return losses, state
 
 
-def start(case: Case, layout):
+def start(case: Case, layout, plan):
+    """Return the initial state in execution order."""
     model = make_model(case.family, case.layers)
-    return init_state(model, OPTIMIZER, layout, seed=0, loss_scale={})
+    state = init_state(model, OPTIMIZER, layout, seed=0, loss_scale={})
+    return to_execution_order(state, plan.layers)
 
 
 @pytest.mark.slow
@@ -60,15 +58,18 @@ def start(case: Case, layout):
     [
         pytest.param(Case(mesh="pp=4,tp=2", family="gpt2"), marks=pytest.mark.product),
         Case(mesh="pp=2,dp=4", zero=2, family="llama_tied"),
+        Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2"),
     ],
     ids=str,
 )
 def test_twenty_steps_match_one_device(case):
-    layout, step = make_run(case)
-    one = dataclasses.replace(Case(mesh="dp=1"), family=case.family)
-    one_layout, one_step = make_run(one)
-    losses, _ = train(step, start(case, layout), 0, 20)
-    expected, _ = train(one_step, start(one, one_layout), 0, 20)
+    plan, layout, step = make_run(case)
+    one = Case(mesh="dp=1", family=case.family, layers=case.layers)
+    one_plan, one_layout, one_step = make_run(one)
+    losses, state = train(step, start(case, layout, plan), 0, 20)
+    expected, _ = train(one_step, start(one, one_layout, one_plan), 0, 20)
+    up = np.asarray(jax.device_get(state.params["layers"]["mlp"]["up"]))
+    assert not np.delete(up, plan.layers.positions, axis=0).any(), "padding stays zero"
     assert expected[-1] < expected[0] - 0.05
     # Contract of the project: 20 steps within 2e-5 relative in float32.
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
@@ -76,52 +77,63 @@ def test_twenty_steps_match_one_device(case):
 
 @pytest.mark.slow
 def test_checkpoint_of_interleaved_stages_resumes_without_stages_and_back(tmp_path):
-    staged = Case(mesh="pp=2,fsdp=2", virtual=2)
-    plain = Case(mesh="dp=2")
+    staged = Case(mesh="pp=2,fsdp=2", virtual=2, layers=5, depths="1.2.2.0")
+    plain = Case(mesh="dp=2", layers=5)
     model = make_model(staged.family, staged.layers)
-    expected, _ = train(make_run(plain)[1], start(plain, make_run(plain)[0]), 0, 6)
+    plan, layout, step = make_run(plain)
+    expected, _ = train(step, start(plain, layout, plan), 0, 6)
     losses, state, at = [], None, 0
     for case in (staged, plain, staged):
-        layout, step = make_run(case)
+        plan, layout, step = make_run(case)
         directory = tmp_path / "checkpoints"
         if state is None:
-            state = start(case, layout)
+            state = start(case, layout, plan)
         else:
             reader = Checkpointer(directory, CheckpointConfig(), read_only=True)
             target = abstract_state(model, OPTIMIZER, layout, loss_scale={})
             state, _, at = reader.restore(target)
-        state = to_execution_order(state, case.virtual)
+            state = to_execution_order(state, plan.layers)
         part, state = train(step, state, at, at + 2)
         losses += part
         writer = Checkpointer(directory, CheckpointConfig())
-        writer.save(at + 2, to_model_order(state, case.virtual), {}, force=True)
+        writer.save(at + 2, to_model_order(state, plan.layers), {}, force=True)
         assert writer.wait()
         writer.close()
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
-def test_checkpoint_has_the_layers_in_the_order_of_the_model(tmp_path):
-    """Four virtual stages on each of two stages: a layer each, in another order in the state."""
+@pytest.mark.parametrize(
+    ("shape", "virtual", "depths", "order"),
+    [
+        ("pp=2", 4, "auto", [0, 2, 4, 6, 1, 3, 5, 7]),
+        ("pp=2,fsdp=2", 2, "1,3,3,1", [0, 8, 8, 4, 5, 6, 1, 2, 3, 7, 8, 8]),
+        ("pp=3,tp=2", 1, "2,3,3", [0, 1, 8, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_checkpoint_has_the_layers_in_the_order_of_the_model(
+    shape, virtual, depths, order, tmp_path
+):
+    """Stages store other orders, and padding (8); any mesh loads the file bit for bit."""
     run = tmp_path / "run"
     settings = dict(model=SMALL, train=TrainConfig(global_batch_size=4, seq_len=32))
-    stages = RunConfig(
-        mesh=MeshConfig(shape="pp=2"), pipeline=PipelineConfig(num_virtual_stages=4), **settings
-    )
-    parts = assemble(stages, jax.devices()[:2])
+    pipeline = PipelineConfig(num_virtual_stages=virtual, layers_per_stage=depths)
+    stages = RunConfig(mesh=MeshConfig(shape=shape), pipeline=pipeline, **settings)
+    parts = assemble(stages, jax.devices()[: MeshSpec.parse(shape).num_devices])
     state = parts.init_state()
     one = assemble(RunConfig(mesh=MeshConfig(shape="dp=1"), **settings), jax.devices()[:1])
     expected = jax.device_get(one.init_state())
     up = lambda tree: np.asarray(jax.device_get(tree["layers"]["mlp"]["up"]))
-    order = execution_order(8, 2, 4)
-    np.testing.assert_array_equal(order, [0, 2, 4, 6, 1, 3, 5, 7])
-    np.testing.assert_array_equal(up(state.params), up(expected.params)[order])
+    padded = np.pad(up(expected.params), [(0, 1), *[(0, 0)] * (up(expected.params).ndim - 1)])
+    np.testing.assert_array_equal(up(state.params), padded[order])
     with contextlib.closing(Checkpointer(run, CheckpointConfig())) as writer:
         writer.save(1, parts.in_model_order(state), {}, force=True)
         assert writer.wait()
     with contextlib.closing(Checkpointer(run, CheckpointConfig(), read_only=True)) as reader:
         restored, _, _ = reader.restore(one.abstract_state())
+        again, _, _ = parts.restore(reader)
     compared = lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b))
     jax.tree.map(compared, jax.device_get(restored), expected)
+    jax.tree.map(compared, jax.device_get(again), jax.device_get(state))
 
 
 def key_data(x):

@@ -134,7 +134,7 @@ def test_constrain_shards_arrays():
         ("fsdp=3", {}, ["fsdp=3", "model.d_model=64"]),
         ("dp=3,fsdp=2", dict(zero=1), ["fsdp=2 × dp=3 (zero=1)", "model.d_model=64"]),
         ("ep=2", {}, ["ep=2", "fsdp=2", "model.num_experts"]),
-        ("pp=3", {}, ["pp=3", "model.num_layers=4", "pp=1, 2 or 4"]),
+        ("pp=5", {}, ["pp=5", "model.num_layers=4", "pp=4 or less"]),
         ("dp=3", dict(global_batch_size=16), ["train.global_batch_size=16", "multiple of 3",
          "(dp=3 × fsdp=1 × microbatches=1)", "15 or 18"]),
         ("dp=2", dict(global_batch_size=16, num_microbatches=3), ["multiple of 6"]),
@@ -152,7 +152,7 @@ def test_mesh_error_has_value_allowed_values_and_fix(text, options, facts):
 def test_all_mesh_problems_are_reported_at_once():
     dims = {"heads": 6, "kv_heads": 2, "layers": 4, "d_model": 64}
     workload = Workload(dims=dims, global_batch_size=16, num_microbatches=5)
-    problems = mesh_problems(MeshSpec(tensor=4, pipeline=3), workload)
+    problems = mesh_problems(MeshSpec(tensor=4, pipeline=30), workload)
     assert len(problems) == 4  # heads, kv_heads, layers, batch
 
 
@@ -161,14 +161,23 @@ def test_stages_require_stacked_layers():
     assert missing(problem, "pp=2", "layers") == []
 
 
-def test_virtual_stages_must_divide_the_layers():
-    named = DecoderConfig.size_settings
-    workload = Workload(dims={"layers": 32}, settings=named, num_virtual_stages=3)
-    (problem,) = mesh_problems(MeshSpec(pipeline=4), workload)
-    assert "pipeline.num_virtual_stages=3" in problem and "model.num_layers=32" in problem
-    assert "num_virtual_stages=1, 2, 4 or 8" in problem
-    two = Workload(dims={"layers": 32}, num_virtual_stages=2)
-    assert mesh_problems(MeshSpec(pipeline=4), two) == []
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (dict(num_virtual_stages=8), []),
+        (dict(num_virtual_stages=9), ["num_virtual_stages=9", "num_layers=30", "=8 or less"]),
+        (dict(layers_per_stage=(7, 8, 8, 7)), []),
+        (dict(layers_per_stage=(8, 8, 8, 8)), ["8,8,8,8", "32 layers", "num_layers=30"]),
+        (dict(layers_per_stage=(15, 15)), ["15,15", "2 virtual", "4 numbers", "pp=4"]),
+    ],
+    ids=str,
+)
+def test_virtual_stages_may_have_any_number_of_layers(options, facts):
+    dims = {"layers": 30}
+    workload = Workload(dims=dims, settings=DecoderConfig.size_settings, **options)
+    problems = mesh_problems(MeshSpec(pipeline=4), workload)
+    assert len(problems) == bool(facts)
+    assert missing("".join(problems), *facts) == []
 
 
 def test_model_rule_without_a_mesh_axis_is_rejected():

@@ -31,6 +31,7 @@ from tiny import (
 
 from jaxdist.config import RunConfig
 from jaxdist.core import step_plan
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
@@ -451,7 +452,12 @@ def test_layers_without_communication_are_unrolled(
     model = dataclasses.replace(model_of("rotary"), num_layers=layers)
     gathers = mesh.startswith("fsdp")
     num_layers, _ = step_plan.layers_of_a_body(
-        model, layout_of(Case("rotary", mesh)), platform, remat, gathers=gathers
+        model,
+        layout_of(Case("rotary", mesh)),
+        platform,
+        remat,
+        gathers=gathers,
+        split=LayerSplit((layers,), 1),
     )
     assert num_layers == (layers if unrolled else 1)
 

@@ -238,6 +238,7 @@ class RunConfig:
             num_microbatches=self.train.accumulation,
             rows_per_example=self.rows_per_example(model),
             num_virtual_stages=self.pipeline.num_virtual_stages,
+            layers_per_stage=self.pipeline.depths,
             context_attention=self.mesh.context_attention,
             context_len=self.train.seq_len if source.context_parallel else None,
             attention_dropout=source.attention_call.dropout,
@@ -314,8 +315,18 @@ class RunConfig:
             ),
             auto_tensor=model.tensor == "auto",
             context_attention=self.mesh.context_attention,
+            stage_depths=self._stage_depths(spec[PIPELINE], model),
             host_of=host_of or {},
         )
+
+    def _stage_depths(self, num_stages: int, model: Model) -> tuple[int, ...]:
+        """Return the number of layers of each virtual stage; () without stages."""
+        if num_stages == 1 or not model.num_layers:
+            return ()
+        head = 6.0 * model.vocab_size * model.dims.get("d_model", 0)  # FLOPs per token
+        layers = model.flops_per_token.get("causal", 0.0) - head
+        share = head * model.num_layers / layers if layers > 0 else 0.0
+        return self.pipeline.choose_depths(model.num_layers, num_stages, share)
 
     def state_bytes(self, model: Model) -> int:
         """Return the bytes of parameters, EMA, gradients and moments of the model, as stored."""

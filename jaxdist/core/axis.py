@@ -30,6 +30,7 @@ class Workload:
         num_microbatches: microbatches per device.
         rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
         num_virtual_stages: virtual stages per pipeline stage.
+        layers_per_stage: number of layers of each virtual stage; () = chosen.
         context_len: positions of a row if the context axis can split it, else None.
     """
 
@@ -42,6 +43,7 @@ class Workload:
     num_microbatches: int = 1
     rows_per_example: int = 1
     num_virtual_stages: int = 1
+    layers_per_stage: tuple[int, ...] = ()
     context_attention: str = "auto"
     context_len: int | None = None
     attention_dropout: float = 0.0
@@ -130,6 +132,7 @@ class Axis:
         shrinks: an elastic job may reduce its size.
         complexity: of two equally fast meshes the planner prefers the one with the lower sum.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
+            "" = it need not divide them.
         problems: (size > 1, workload) -> further reasons why the size is illegal.
         traffic: communication of activations in one step of a decoder; traffic of weights and
             gradients is computed from `weights` and `sums_gradients`.

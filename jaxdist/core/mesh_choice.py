@@ -54,7 +54,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             label = f"{parts}{stage}"
             fix = "a product of " if len(used) > 1 else f"{used[0].short}="
         unit = workload.units.get(dim, 1)
-        if size % (ways * unit):
+        if axis.divides and size % (ways * unit):
             of = f" into multiples of {unit}, which are quantized together" if unit > 1 else ""
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}{of}: {axis.divides}. "

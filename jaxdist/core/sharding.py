@@ -94,6 +94,7 @@ class Layout:
         zero: ZeRO stage over `data`.
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: XLA shards the tensor axis automatically (for a model without hooks).
+        stage_depths: number of layers of each virtual stage, in model order; () = equal numbers.
         host_of: process -> its host; processes that are not listed are each on a separate host.
     """
 
@@ -103,6 +104,7 @@ class Layout:
     sequence_parallel: bool = False
     auto_tensor: bool = False
     context_attention: str = "auto"
+    stage_depths: tuple[int, ...] = ()
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

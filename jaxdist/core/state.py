@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_map_with_path
 
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import (
+    LayerSplit,
+    model_order_sharding,
+    stored_shape,
+)
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array, Model, Offload, Params
 from jaxdist.core.weights import GROUPS, merged, trained
@@ -63,17 +70,18 @@ def init_state(
     has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
-    """Return a new state; every shard is created on its device.
+    """Return a new state in the order of the model; every shard is created on its device.
 
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
     shapes to host memory ("host"), or leaves it out ("disk"). `has_ema` adds an EMA that starts as
     a copy of the parameters. `params`, laid out by `layout`, replace random ones; they are donated.
     `loss_scale`: {} or 2 [].
     """
-    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
-    shardings = state_shardings(
+    state = abstract_state(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
     )
+    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
     make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
     return make(seed) if params is None else make(seed, params)
 
@@ -87,15 +95,29 @@ def abstract_state(
     offload: Offload = "none",
     has_ema: bool = False,
 ) -> TrainState:
-    """Return the state as `ShapeDtypeStruct`s with shardings; `loss_scale` is {} or two []."""
+    """Return the state in the order of the model as `ShapeDtypeStruct`s with shardings.
+
+    `loss_scale` is {} or two [].
+    """
     make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
     )
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
+    split = _padded_split(layout)
+
+    def leaf(path: Any, x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        if split is not None:
+            sharding = model_order_sharding(path, x, sharding, split)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return tree_map_with_path(leaf, shapes, shardings)
+
+
+def _padded_split(layout: Layout) -> LayerSplit | None:
+    """Return the layers of virtual stages if some have fewer than others, else None."""
+    split = LayerSplit(layout.stage_depths or (1,), layout.size(PIPELINE))
+    return split if split.is_padded else None
 
 
 def make_state(
@@ -140,7 +162,10 @@ def state_shardings(
     offload: Offload = "none",
     has_ema: bool = False,
 ) -> TrainState:
-    """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated."""
+    """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated.
+
+    They are those of a step: pipeline stages have the layers that they run.
+    """
     whole: Any = layout.sharding(P())
     params = layout.shardings(layout.param_specs(model.axes))
     return TrainState(
@@ -166,6 +191,9 @@ def opt_shardings(
     cannot divide, and other leaves, are replicated.
     """
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
+    if (split := _padded_split(layout)) is not None:
+        resized = lambda path, x: x.update(shape=stored_shape(path, x, split))
+        params = tree_map_with_path(resized, params)
     opt_state = jax.eval_shape(optimizer.init, params)
     specs = layout.moment_specs(trained(model.axes, model.axes))
 

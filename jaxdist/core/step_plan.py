@@ -24,6 +24,7 @@ from jaxdist.core.axis import axes_of, divisors_of
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -100,6 +101,7 @@ class StepPlan:
         matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
         remat: the remat policy, with "auto" resolved.
         gathers_layers: each layer all-gathers its weights when it runs.
+        layers: number of layers of each virtual stage.
         layers_per_body: layers per iteration of the layer loop.
         num_microbatches: as configured; 0 = one, or chosen by the pipeline from its rows.
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
@@ -119,6 +121,7 @@ class StepPlan:
     packed: bool
     remat: str
     gathers_layers: bool
+    layers: LayerSplit
     layers_per_body: int
     max_row_chunks: int
     loss_chunk: int
@@ -204,8 +207,10 @@ def plan_step(
     gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
     layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
     gathers = any(axes_of(layout.gather_specs(dims)) for dims in layers)  # ends at the first
+    virtual = pipeline.num_virtual_stages if has_stages else 1
+    split = LayerSplit.of(model.num_layers, layout.size(PIPELINE), virtual, layout.stage_depths)
     per_body, reasons["layers_per_body"] = layers_of_a_body(
-        model, layout, platform, remat, gathers=gathers, virtual_stages=pipeline.num_virtual_stages
+        model, layout, platform, remat, gathers=gathers, split=split
     )
     chunks, reasons["max_row_chunks"] = row_chunks_of(layout, matmul_dtype, platform)
     if model.step_sums:
@@ -234,6 +239,7 @@ def plan_step(
         packed=packed,
         remat=remat,
         gathers_layers=gathers,
+        layers=split,
         layers_per_body=per_body,
         max_row_chunks=chunks,
         loss_chunk=train.loss_chunk_tokens or usual,
@@ -325,7 +331,7 @@ def layers_of_a_body(
     remat: str,
     *,
     gathers: bool,
-    virtual_stages: int = 1,
+    split: LayerSplit,
 ) -> tuple[int, str]:
     """Choose the number of layers per iteration of the layer loop (all or one), with the reason.
 
@@ -339,7 +345,7 @@ def layers_of_a_body(
     if offloaded_names(remat):
         return 1, "unrolled layers would not move their activations to the host"
     if layout.size(PIPELINE) > 1:
-        if model.num_layers == 2 * virtual_stages * layout.size(PIPELINE):
+        if split.slots == 2 and not split.is_padded:
             return 2, "virtual stages of two layers run faster unrolled"
         return 1, "a loop over the layers of a virtual stage is fastest"
     if platform == "cpu":

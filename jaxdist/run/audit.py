@@ -72,7 +72,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
     """Audit the traced train step; `fields` describes its rows (None = a data reader's rows)."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
-    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
+    traced = parts.step.train.trace(parts.step_state(), parts.abstract_batch(fields), math.inf)
     try:
         return audit_program(
             traced.jaxpr.jaxpr,
@@ -210,7 +210,8 @@ def _wrong_on(
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
     """Return the run with a small float32 model and few rows that satisfy the mesh's rules."""
-    layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
+    total = spec[PIPELINE] * config.pipeline.num_virtual_stages
+    layers = 2 * total - (config.model.dims.get("layers", 0) % total > 0)
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
     rows = (
@@ -222,6 +223,7 @@ def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> Ru
     return dataclasses.replace(
         config,
         model=config.model.shrunken(num_layers=layers, multiple=multiple),
+        pipeline=dataclasses.replace(config.pipeline, layers_per_stage="auto"),
         train=dataclasses.replace(config.train, global_batch_size=rows, seq_len=seq_len),
         precision=dataclasses.replace(
             config.precision, compute_dtype="float32", reduce_dtype="float32"
@@ -243,9 +245,9 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
         parts.plan,
         parts.step.context,
     )
-    specs = parts.layout.shardings(parts.layout.param_specs(parts.model.axes))
-    params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(parts.config.seed)), specs)
-    params = parts.in_execution_order(params)
+    shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state().params)
+    params = jax.jit(parts.model.init)(jax.random.key(parts.config.seed))
+    params = parts.in_execution_order(jax.device_put(params, shardings))
     batch = place_batch(_batch(parts, fields), parts.step.batch_sharding)
     with jax.default_matmul_precision("highest"):  # GPUs round float32 products to 10 bits
         sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))

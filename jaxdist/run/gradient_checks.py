@@ -60,10 +60,10 @@ def _zeros_program(stacked: tuple[bool, ...], sharding: NamedSharding) -> Any:
     return jax.jit(zeros, out_shardings=sharding)
 
 
-def without_gradient(state: TrainState, layer_order: np.ndarray) -> list[str]:
+def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
     """Return the parameters, or their layers, that have a moment of zeros; collective.
 
-    `layer_order` is the model index of each stored layer, int [num_layers].
+    `positions` is the index of each layer among the stored ones, int [num_layers].
     Optimizers without moments, and moments outside of device memory, give [].
     """
     arrays = _named(state.opt_state)
@@ -84,7 +84,7 @@ def without_gradient(state: TrainState, layer_order: np.ndarray) -> list[str]:
     flags = jax.device_get(program([x for _, x in pairs]))
     for (name, _), split, own in zip(pairs, stacked, flags, strict=True):
         if split:
-            own = own[np.argsort(layer_order)]
+            own = own[positions]
         zeros[name] = zeros.get(name, False) | own
     return [text for name, own in zeros.items() for text in layer_names(name, own)]
 

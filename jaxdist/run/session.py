@@ -16,8 +16,6 @@ import jax
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer, Due
 from jaxdist.checkpoint.events import one_line
-from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch, offloaded_names
 from jaxdist.data import Dataset, Loader, TrainData
@@ -234,11 +232,7 @@ class Session:
         """Name the parameters without gradient since the start; waits for the step once."""
         with self.phase("gradient check"):
             jax.block_until_ready(self.state)
-            parts = self.parts
-            order = execution_order(
-                parts.model.num_layers, parts.spec[PIPELINE], parts.num_virtual_stages
-            )
-            names = without_gradient(self.state, order)
+            names = without_gradient(self.state, self.parts.plan.layers.positions)
         if names:
             self.monitor.event(
                 "no_gradient",
@@ -443,7 +437,7 @@ class Session:
                 self.budget, self.parts = budget, self.parts.within(budget)
                 self.train_step = CompileTracker(self.parts.step.train, name="train step")
             batch = self.parts.abstract_batch(self.train_data.fields)
-            return self._compile(self.parts.abstract_state(), batch, math.inf)
+            return self._compile(self.parts.step_state(), batch, math.inf)
 
         self._times.mark("setup")
         budget.fit(compile_with)

@@ -174,18 +174,13 @@ class Parts:
             return 1
         return self.config.train.seq_len * rows_per_example(self.model.objective)
 
-    @property
-    def num_virtual_stages(self) -> int:
-        """Number of virtual stages per pipeline stage; 1 without stages."""
-        return self.config.pipeline.num_virtual_stages if self.spec[PIPELINE] > 1 else 1
-
     def in_execution_order(self, tree: Any) -> Any:
         """Return a state or parameters with layers on the stages that run them."""
-        return to_execution_order(tree, self.num_virtual_stages)
+        return to_execution_order(tree, self.plan.layers)
 
     def in_model_order(self, tree: Any) -> Any:
         """Return a state or parameters with layers in the order of the model."""
-        return to_model_order(tree, self.num_virtual_stages)
+        return to_model_order(tree, self.plan.layers)
 
     def init_state(self) -> TrainState:
         """Return a new train state, sharded over the mesh: weights of `init_from`, or random.
@@ -208,8 +203,12 @@ class Parts:
         return self.in_execution_order(state)
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the train state, e.g. for a restore."""
+        """Return shapes, dtypes and shardings of the state in model order, e.g. for a restore."""
         return abstract_state(self.model, self.optimizer, self.layout, **self._state_options)
+
+    def step_state(self) -> TrainState:
+        """Return shapes, dtypes and shardings of the state of a step, in execution order."""
+        return self.in_execution_order(self.abstract_state())
 
     @property
     def _state_options(self) -> dict[str, Any]:

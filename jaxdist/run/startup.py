@@ -301,7 +301,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes += [parts.check.describe()] if parts.check is not None else []
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
-        notes.append(describe(schedule, rows))
+        notes.append(describe(schedule, rows, parts.plan.layers))
     if config.model.active_experts < 1:
         active = num_params(model, config.model.active_experts)
         notes.append(

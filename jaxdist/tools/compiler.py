@@ -73,7 +73,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         settings = Path(scratch) / "config.toml"
         settings.write_text(request["config"])
         parts = assemble(stored_run(settings), devices)
-        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
+        lowered = parts.step.train.lower(parts.step_state(), parts.abstract_batch(), math.inf)
         compiled = lowered.compile(
             compiler_options={"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
         )
@@ -124,7 +124,7 @@ def _host_bytes(parts: Any) -> int:
         return 0
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(parts.abstract_state().opt_state)
+        for leaf in jax.tree.leaves(parts.step_state().opt_state)
         if leaf.ndim
     )
 

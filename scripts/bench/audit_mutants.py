@@ -217,7 +217,7 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
 def _program(case: Case, planter: Planter) -> str:
     with planter.planted():
         parts = case.parts()
-        traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(), math.inf)
+        traced = parts.step.train.trace(parts.step_state(), parts.abstract_batch(), math.inf)
         return str(traced.jaxpr)
 
 

@@ -75,7 +75,7 @@ def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 def unlike(parts: Parts, audit: Audit) -> list[str]:
     """Return the rows of the transfer table that differ from the compiled step."""
-    lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
+    lowered = parts.step.train.lower(parts.step_state(), parts.abstract_batch(), math.inf)
     program = lowered.compile().as_text()
     collectives = read_collectives(program, parts.layout.mesh_spec.sizes)
     rows = comparison(audit.transfers, collectives, jax.default_backend()).splitlines()

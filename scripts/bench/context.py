@@ -119,7 +119,7 @@ def temporaries(length: int, size: int, exchange: str) -> int:
     )
     parts = assemble(config, jax.devices()[:size])
     limit = jax.ShapeDtypeStruct((), jnp.float32)
-    lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), limit)
+    lowered = parts.step.train.lower(parts.step_state(), parts.abstract_batch(), limit)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 

@@ -21,7 +21,6 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
@@ -86,15 +85,12 @@ def make_value_and_grad(
 
     specs = (param_specs, layout.batch_specs, P(), P(), P()), (P(), grad_specs, P())
     compute = _manual(local, model, layout, plan, *specs)
-    order = execution_order(
-        model.num_layers, layout.size(PIPELINE), plan.pipeline.num_virtual_stages
-    )
 
     def value_and_grad_of(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         """Return (global sums, gradients, norm) of a global batch [rows, ...]."""
         totals = step_sums(params, batch, key)
         sums, grads, norm = compute(params, batch, key, scale, totals)
-        return sums, statistics.insert_increments(model, grads, sums, order), norm
+        return sums, statistics.insert_increments(model, grads, sums, plan.layers.order), norm
 
     return value_and_grad_of
 
@@ -141,6 +137,7 @@ def _make_pipeline(
             num_microbatches=plan.num_microbatches,
             rows_per_example=rows_per_example(model.objective),
         ),
+        split=plan.layers,
         layer=make_layer(model, layout, plan),
         policy=None if remat == "none" else remat_policy(remat),
         unroll=plan.layers_per_body,
@@ -227,6 +224,8 @@ def make_evaluate(
             lambda rows: stages.make_evaluation_schedule(
                 num_stages=num_stages, rows=rows, rows_per_example=rows_per_example(model.objective)
             ),
+            split=plan.layers,
+            layer=make_layer(model, layout, plan),
             gather=stages.gather,
         )
     else:

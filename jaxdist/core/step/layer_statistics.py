@@ -35,13 +35,14 @@ Statistics = dict[str, dict[str, Array]]
 def make_measure(
     model: Model,
     evaluate: Callable[[Model], Callable[[Params, Batch], Sums]],
-    order: Any,
+    positions: Any,
     interval: int,
 ) -> Callable[[TrainState, Batch, Params, Params, Sums], Statistics]:
     """Make (state, batch [rows, ...], gradients, new parameters, metrics) -> statistics.
 
-    `evaluate` makes a model's forward pass: (params, batch) -> global sums. `order` is the model
-    index of each stored layer, int [num_layers]. Frozen leaves and running averages have no norms.
+    `evaluate` makes a model's forward pass: (params, batch) -> global sums. `positions` is the
+    index of each layer among the stored ones, int [num_layers]. Frozen leaves and running averages
+    have no norms.
     """
     dims = dict(tree_leaves_with_path(model.axes))
 
@@ -49,7 +50,7 @@ def make_measure(
         """Return the norm of x, of a stacked leaf [num_layers, ...] that of each layer."""
         stacked = path[0].key == LAYERS
         norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(int(stacked), x.ndim))))
-        return jnp.zeros_like(norms).at[order].set(norms) if stacked else norms
+        return norms[positions] if stacked else norms
 
     def activations(params: Params, batch: Batch) -> Statistics:
         rows = jax.tree.leaves(batch)[0].shape[0]

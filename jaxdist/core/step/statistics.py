@@ -51,12 +51,14 @@ def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
 def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Params:
     """Return gradients [...] in which the parameters of `Model.increments` have these instead.
 
-    `order` is the model index of each stored layer, int [num_layers].
+    `order` is the model index of each stored layer, int [num_stored]; num_layers = padding.
     """
     if model.increments is None:
         return grads
     layers = {name: value for name, value in sums.items() if name.startswith(LAYER_SUM)}
-    increments = jax.tree.map(lambda x: x[order], model.increments(layers))
+    increments = jax.tree.map(
+        lambda x: x.at[order].get(mode="fill", fill_value=0), model.increments(layers)
+    )
     inserted = _insert(trained(model.axes, model.axes), grads, increments, "increment")
     if isinstance(inserted, str):
         raise TypeError(f"Model.increments returned nothing for {inserted}. Add it to its tree.")

@@ -13,8 +13,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.dependences import ready_token, wait_for
-from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.precision import initial_loss_scale, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
@@ -102,11 +100,10 @@ def make_step(
         has_ema=bool(optimizer.ema_decay),
     )
     shardings = state_shardings(model, rule, layout, **kept)
-    virtual = plan.pipeline.num_virtual_stages
     measure = layer_statistics.make_measure(
         model,
         lambda measured: make_evaluate(measured, layout, plan, context, plan.accumulation),
-        execution_order(model.num_layers, layout.size(PIPELINE), virtual),
+        plan.layers.positions,
         layer_statistics_steps,
     )
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))

@@ -266,8 +266,8 @@ class Job:
 
     @property
     def layers_per_stage(self) -> int:
-        """Number of layers on one device."""
-        return self.model.num_layers // self.spec[PIPELINE]
+        """Number of layers on one device, including the padding of its virtual stages."""
+        return self.plan.layers.num_stored // self.spec[PIPELINE]
 
     @property
     def num_narrow_layers(self) -> int:
@@ -284,8 +284,7 @@ class Job:
     @property
     def layers_per_virtual_stage(self) -> int:
         """Layers that one pipeline action runs; all layers without stages."""
-        virtual = self.schedule.num_virtual_stages if self.schedule else 1
-        return self.layers_per_stage // virtual
+        return self.plan.layers.slots
 
     @property
     def remat(self) -> str:
@@ -353,8 +352,14 @@ class Job:
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, role: Role) -> int:
-        """Return the elements per device of an array with a weight's shape and this role."""
-        return weight.size // self._placed(weight.dims, role)[1]
+        """Return the elements per device of an array with a weight's shape and this role.
+
+        They include the padding of stages with fewer layers than others.
+        """
+        size = weight.size
+        if weight.is_stacked:
+            size = size // weight.shape[0] * self.plan.layers.num_stored
+        return size // self._placed(weight.dims, role)[1]
 
     def total(self, weights: Iterable[Weight], role: Role) -> int:
         """Return the elements per device of several arrays with weights' shapes."""

@@ -294,12 +294,18 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
     current, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
-    counts = {current.num_virtual_stages, *divisors_of(max(1, job.layers_per_stage))}
+    most = -(-job.model.num_layers // stages)
+    counts = {current.num_virtual_stages, *divisors_of(most)}
     counts = {v for v in counts if v <= _MOST_VIRTUAL_STAGES or v == current.num_virtual_stages}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
         gathers = [current.gather]
-    return [{"num_virtual_stages": v, "gather": g} for v in sorted(counts) for g in gathers]
+    own = {current.num_virtual_stages: current.layers_per_stage}
+    return [
+        {"num_virtual_stages": v, "gather": g, "layers_per_stage": own.get(v, "auto")}
+        for v in sorted(counts)
+        for g in gathers
+    ]
 
 
 def _by_microbatches(job: Job) -> list[Job]:

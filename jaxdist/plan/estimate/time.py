@@ -275,7 +275,8 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)
     ends = costs.head() + costs.embedding()
     extra, launch = microbatch_extra(job), rates.software.launch_s
-    layers, count = job.layers_per_stage, job.num_microbatches
+    split, count = job.plan.layers, job.num_microbatches
+    layers = max(map(split.of_stage, range(split.num_stages)))
     launches = (3 * launch + costs.expert_launches()) * layers * count
     # Passes that an objective computes first; a third of the work of the ends is forward.
     passes = getattr(job.model.objective, "extra_forwards", 0)
@@ -289,7 +290,11 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     actions = {"forward": rates.seconds(forward), "backward": rates.seconds(backward)}
     duration = sum(actions[kind] * n for kind, n in job.stages.ticks.items())
     duration *= job.layers_per_virtual_stage
-    duration += rates.seconds(ends) * count + rates.seconds(extra) + rates.seconds(first)
+    # The last virtual stage has the head, and may have fewer layers than the others.
+    spared = (split.slots - split.depths[-1]) * actions["backward"]
+    duration += (
+        max(0.0, rates.seconds(ends) - spared) * count + rates.seconds(extra) + rates.seconds(first)
+    )
     return total, max(0.0, duration - spent), launches
 
 

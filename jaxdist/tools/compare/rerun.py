@@ -16,8 +16,6 @@ import numpy as np
 from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.checksum import checksum, checksums
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.virtual_stages import execution_order
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import make_context, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
@@ -171,7 +169,8 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
         key = jax.random.fold_in(state.key, state.step)
         params, scale = state.params, state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         if model is not parts.model:
-            zeros = jnp.zeros((model.num_layers, len(_STAGES) * _LANES), jnp.float32)
+            count = parts.plan.layers.num_stored
+            zeros = jnp.zeros((count, len(_STAGES) * _LANES), jnp.float32)
             params = {**params, "layers": {**params["layers"], _PROBE: zeros}}
         sums, grads, norm = gradients(params, batch, key, scale)
         if model is not parts.model:
@@ -185,13 +184,11 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
             "grads": _digests(grads),
         }
 
-    order = np.argsort(
-        execution_order(model.num_layers, parts.spec[PIPELINE], parts.num_virtual_stages)
-    )
+    positions = parts.plan.layers.positions
 
     def in_model_order(digests: dict[str, Any]) -> dict[str, Any]:
         """Reorder digests [layers, ...] from execution order to that of the model."""
-        return jax.tree.map(lambda x: x[order] if np.ndim(x) else x, jax.device_get(digests))
+        return jax.tree.map(lambda x: x[positions] if np.ndim(x) else x, jax.device_get(digests))
 
     return lambda state, batch: _in_order(in_model_order(step(state, batch)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.core.axis import Axis, Workload, allowed_sizes
+from jaxdist.core.axis import Axis, Workload
 
 
 def _problems(size: int, workload: Workload) -> list[str]:
@@ -12,15 +12,27 @@ def _problems(size: int, workload: Workload) -> list[str]:
             f"mesh pp={size}: this model has no stacked layers to cut into stages. "
             "Use pp=1 and give the devices to another axis."
         ]
-    total = size * workload.num_virtual_stages
-    if workload.num_virtual_stages == 1 or not num_layers % total:
-        return []
-    allowed = "1" if num_layers % size else allowed_sizes(num_layers // size)
-    return [
-        f"mesh pp={size} × pipeline.num_virtual_stages={workload.num_virtual_stages} cuts the "
-        f"model into {total} virtual stages, which do not divide {workload.named('layers')}. "
-        f"Use pipeline.num_virtual_stages={allowed}, or {-(-num_layers // total) * total} layers."
-    ]
+    virtual, depths = workload.num_virtual_stages, workload.layers_per_stage
+    layers = workload.named("layers")
+    most = -(-num_layers // size)
+    if size > num_layers:
+        return [
+            f"mesh pp={size}: some stages of {layers} would have no layer. "
+            f"Use pp={num_layers} or less."
+        ]
+    if virtual > most:
+        return [
+            f"mesh pp={size} × pipeline.num_virtual_stages={virtual} cuts {layers} "
+            f"into {size * virtual} virtual stages, one layer or none in each. Use "
+            f"pipeline.num_virtual_stages={most} or less."
+        ]
+    if depths and (len(depths) != size * virtual or sum(depths) != num_layers):
+        return [
+            f"pipeline.layers_per_stage={','.join(map(str, depths))} has {sum(depths)} layers in "
+            f"{len(depths)} virtual stages. Name {size * virtual} numbers (pp={size} × "
+            f"num_virtual_stages={virtual}) with the sum {layers}, or auto."
+        ]
+    return []
 
 
 PIPELINE = Axis(
@@ -34,6 +46,5 @@ PIPELINE = Axis(
     sums_gradients="always",
     sums_loss=True,
     complexity=3,
-    divides="each stage holds an equal number of layers",
     problems=_problems,
 )

@@ -8,7 +8,8 @@ from typing import Literal
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
-from jaxdist.core.parallel.pipeline.simulation import simulate
+from jaxdist.core.parallel.pipeline.simulation import Costs, simulate
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import setting
 
@@ -20,9 +21,37 @@ class PipelineConfig:
     num_virtual_stages: int = setting(
         1, "virtual stages per stage (interleaving); more = smaller bubble, more messages", ge=1
     )
+    layers_per_stage: str = setting(
+        "auto",
+        "number of layers of each stage, or of each virtual stage in the order of the model, e.g. "
+        "9,10,10,11; auto = equal numbers, or else the shortest ticks with the time of the head",
+    )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
     )
+
+    def problems(self) -> list[str]:
+        """Return every violated rule of this section."""
+        text = self.layers_per_stage
+        if text == "auto" or all(part.isdecimal() for part in text.split(",")):
+            return []
+        return [
+            f"pipeline.layers_per_stage={text!r} is not a list of integers. Name the number of "
+            "layers of each stage, e.g. 9,10,10,11, or auto."
+        ]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Return the configured number of layers of each virtual stage; () = auto."""
+        text = self.layers_per_stage
+        return () if text == "auto" else tuple(map(int, text.split(",")))
+
+    def choose_depths(self, num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
+        """Return the number of layers of each virtual stage, in the order of the model.
+
+        `head` is the time of the head relative to a layer's; see `virtual_stages.balanced`.
+        """
+        return self.depths or balanced(num_layers, num_stages, self.num_virtual_stages, head)
 
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
@@ -50,13 +79,14 @@ class PipelineConfig:
         return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
 
 
-def describe(schedule: Schedule, rows: int) -> str:
+def describe(schedule: Schedule, rows: int, split: LayerSplit) -> str:
     """Return one line for the startup log: the schedule, its bubble and its activation stash."""
-    report = simulate(schedule)
+    report = simulate(schedule, Costs(depths=split.depths))
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
-    virtual = f" × {v} virtual stages" if v > 1 else ""
+    layers = f" × {v} virtual stages" if v > 1 else ""
+    layers += f" of {min(split.depths)} to {split.slots} layers" if split.is_padded else ""
     return (
-        f"pipeline: {schedule.name}, {schedule.num_stages} stages{virtual}, {m} microbatches of "
+        f"pipeline: {schedule.name}, {schedule.num_stages} stages{layers}, {m} microbatches of "
         f"{rows // m} rows, bubble {percent(report.bubble)}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.forward import ForwardPass
+from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.executor import (
     State,
@@ -19,10 +20,13 @@ from jaxdist.core.parallel.pipeline.executor import (
     run,
     take,
 )
+from jaxdist.core.parallel.pipeline.layerwise_backward import over_layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, zeros
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array, Batch, Context, Params, Sums, add_sums
+from jaxdist.core.weights import merged
 
 
 def make_pipeline_evaluate(
@@ -30,13 +34,15 @@ def make_pipeline_evaluate(
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
+    split: LayerSplit,
+    layer: Callable[..., tuple[Array, Sums]],
     gather: Literal["action", "step"] = "action",
 ) -> Callable[[Params, Batch, Context], Sums]:
     """Make the pipelined evaluation, for use inside the manual step.
 
-    `make_schedule` maps the number of rows of a replica to a forward-only schedule. With `gather` =
-    "step", `ForwardPass.run_layers` must not gather. The returned function computes the replica's
-    sums, float32 [] each, on the stages that run the layers and the head.
+    `make_schedule` maps the number of rows of a replica to a forward-only schedule. `layer` is that
+    of training, and does not gather with `gather` = "step". The returned function computes the
+    replica's sums, float32 [] each, on the stages that run the layers and the head.
     """
     gathered = layout.gather_specs(forward.model.axes)["layers"]
 
@@ -48,26 +54,38 @@ def make_pipeline_evaluate(
             params,
             batch,
             context,
+            split=split,
             layer_specs=gathered,
             gather=gather,
             reduce_dtype=jnp.float32,  # unused: evaluation has no gradients
         )
-        return _run(stage)
+        return _run(stage, layer)
 
     return evaluate
 
 
-def _run(stage: Stage) -> Sums:
+def _run(stage: Stage, layer: Callable[..., tuple[Array, Sums]]) -> Sums:
     """Run a forward schedule on one stage; return the sums of this stage, float32 [] each."""
     schedule = stage.schedule
     example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)
     zero_x = collectives.zeros_like(x_kind)
 
+    def run_layers(x: Array, now: Instruction) -> tuple[Array, Sums]:
+        """Run the virtual stage on x [rows, seq_shard, d_model]; return (x, sums)."""
+        layers, block = stage.layers_of(now), stage.forward.block
+
+        def one(x: Array, slot: Array) -> tuple[Array, Sums]:
+            weights, ((index, fixed), aux) = layers.one(slot)
+            return layer(block, merged(weights, fixed), x, index, aux, stage.context)
+
+        x, sums = over_layers(layers, one, x)
+        return x, tensor.add_layers(sums)
+
     def forward(now: Instruction, state: State) -> tuple[Array, State]:
         """Run a virtual stage; return its output [microbatch, seq_shard, d_model]."""
         x = stage.input(now, take(state.activations, now.activation))
-        y, sums = stage.run(x, now)
+        y, sums = run_layers(x, now)
         total = add_sums(state.sums, if_active(now, sums))
         total = lax.cond(
             stage.is_last(now),
@@ -76,7 +94,7 @@ def _run(stage: Stage) -> Sums:
         )
         return y, state._replace(sums=total)
 
-    _, sum_kinds = jax.eval_shape(lambda: stage.run(zero_x, example))
+    _, sum_kinds = jax.eval_shape(lambda: run_layers(zero_x, example))
     sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, example))
     state = State(activations=zeros(x_kind, to_arrays(schedule)[1][0] + 1), sums=zeros(sum_kinds))
     return run(schedule, {"forward": forward}, state).sums

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.core import collectives
 from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.pipeline.executor import loop_over
 from jaxdist.core.parallel.pipeline.layer_vjp import LayerVjp
@@ -32,6 +33,8 @@ class Layers(NamedTuple):
         virtual: int32 [], index of these layers among the virtual stages.
         indices: model index of each layer, int32 [layers].
         aux: further inputs, identical for every layer.
+        num_layers: int32 [], number of layers; the others are padding.
+        least: number of layers that every virtual stage has.
     """
 
     weights: Params
@@ -39,6 +42,8 @@ class Layers(NamedTuple):
     virtual: Array
     indices: Array
     aux: Any
+    num_layers: Array
+    least: int
 
     def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
         """Return the weights [...] of the layer at int32 [] `slot`, and its constants."""
@@ -81,8 +86,7 @@ class LayerwiseBackward:
             )
             return (y, list(map(write, residuals, saved))), sums
 
-        start = x, residuals
-        (y, residuals), sums = loop_over(_slots(layers), one, start, unroll=self._unroll)
+        (y, residuals), sums = over_layers(layers, one, (x, residuals), unroll=self._unroll)
         return y, tensor.add_layers(sums), residuals
 
     def gradient(
@@ -107,8 +111,7 @@ class LayerwiseBackward:
             grads = mask(self._reduce(grads))
             return (dx, _add(totals, grads, layers.virtual, index)), None
 
-        start, options = (dy, totals), dict(reverse=True, unroll=self._unroll)
-        return loop_over(_slots(layers), one, start, **options)[0]
+        return over_layers(layers, one, (dy, totals), reverse=True, unroll=self._unroll)[0]
 
 
 def _add(totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
@@ -122,6 +125,33 @@ def _add(totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
     return jax.tree.map(leaf, totals, grads)
 
 
-def _slots(layers: Layers) -> Array:
-    """Return the index of each layer in its virtual stage, int32 [layers]."""
-    return jnp.arange(layers.indices.shape[0])
+def over_layers(
+    layers: Layers,
+    one: Callable[[Any, Array], tuple[Any, Any]],
+    carry: Any,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """Scan `one` over the int32 [] indices of the layers of a virtual stage, without padding.
+
+    Layers that only some virtual stages have are in branches. The other outputs are zeros for
+    padding, [layers, ...].
+    """
+    slots, least = jnp.arange(layers.indices.shape[0]), layers.least
+    options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
+    if least == slots.size:
+        return loop_over(slots, one, carry, **options)
+    kinds = jax.eval_shape(one, carry, slots[0])[1]
+
+    def maybe(carry: Any, index: Array) -> tuple[Any, Any]:
+        """Run the layer at `index`, int32 [], unless it is padding."""
+        skip = lambda: (carry, jax.tree.map(collectives.zeros_like, kinds))
+        return lax.cond(index < layers.num_layers, lambda: one(carry, index), skip)
+
+    outputs = []
+    for part, body in ((slots[:least], one), (slots[least:], maybe))[:: -1 if reverse else 1]:
+        if part.size:
+            carry, out = loop_over(part, body, carry, **options)
+            outputs.append(out)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)

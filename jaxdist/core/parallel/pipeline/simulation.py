@@ -13,10 +13,21 @@ from jaxdist.runtime.formatting.numbers import percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of each action of one virtual stage, in units of a forward; without recomputation."""
+    """Time of each action of one virtual stage, in units of a forward; without recomputation.
+
+    `depths` is the number of layers of each virtual stage, in the order of the model, if they
+    differ. The deepest ones take the time of an action.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
+    depths: tuple[int, ...] = ()
+
+    def of(self, action: Action, stage: int, schedule: Schedule) -> float:
+        """Return the time of an action of a stage."""
+        index = schedule.virtual_stage(stage, action.virtual)
+        share = self.depths[index] / max(self.depths) if self.depths else 1.0
+        return share * float(getattr(self, action.kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +60,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     """Check a schedule and return its cost; by default a backward costs two forwards."""
     check(schedule)
     costs = costs or Costs()
-    spent = [[getattr(costs, a.kind) if a else 0.0 for a in tick] for tick in schedule.ticks]
+    spent = [
+        [costs.of(a, stage, schedule) if a else 0.0 for stage, a in enumerate(tick)]
+        for tick in schedule.ticks
+    ]
     duration = sum(max(tick) for tick in spent)
     work = sum(map(sum, spent)) / schedule.num_stages
     lives = Lifetimes.of(schedule)

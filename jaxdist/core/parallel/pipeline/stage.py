@@ -18,6 +18,7 @@ from jaxdist.core.parallel.pipeline.buffers import Instruction
 from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.types import Array, Batch, Context, Params, Sums
 from jaxdist.core.weights import frozen, gathered_dtypes, merged, trained
 
@@ -35,6 +36,7 @@ class Stage:
 
     forward: ForwardPass
     schedule: Schedule
+    split: LayerSplit
     context: Context
     layers: Params
     outer: Params
@@ -58,10 +60,6 @@ class Stage:
         """Return the rows of the microbatch, [rows, ...]."""
         return jax.tree.map(lambda x: take(x, now.microbatch), self.microbatches)
 
-    def weights(self, now: Instruction) -> Params:
-        """Return the parameters of the virtual stage, [layers, ...]."""
-        return jax.tree.map(lambda x: take(x, now.virtual), self.layers)
-
     def embed(self, outer: Params, now: Instruction) -> Array:
         """Return the input of the first virtual stage, [rows, seq_shard, d_model]."""
         embed = self.forward.model.embed
@@ -77,37 +75,23 @@ class Stage:
         """Return the `aux` inputs of all blocks, [rows, ...] for each row chunk of a microbatch."""
         return self.forward.prepare(self.microbatch(now), self.context)
 
-    def layer_indices(self, now: Instruction) -> Array:
-        """Return the model index of each layer, int32 [layers]; random bits depend on it."""
-        count = jax.tree.leaves(self.layers)[0].shape[1]
-        return self.virtual_stage(now) * count + jnp.arange(count)
-
     def layers_of(self, now: Instruction) -> Layers:
-        """Return the layers of the virtual stage, for `LayerwiseBackward`."""
-        axes = self.forward.model.axes["layers"]
+        """Return the layers of the virtual stage."""
+        axes, split, index = self.forward.model.axes["layers"], self.split, self.virtual_stage(now)
         return Layers(
             trained(self.layers, axes),
             frozen(self.layers, axes),
             now.virtual,
-            self.layer_indices(now),
+            take(jnp.asarray(split.starts), index) + jnp.arange(split.slots),  # of padding: unused
             self.aux(now),
+            take(jnp.asarray(split.depths), index),
+            min(split.depths),
         )
 
     @property
     def trained_outer(self) -> Params:
         """Return the parameters outside the layers; None in place of those without gradients."""
         return trained(self.outer, {name: self.forward.model.axes[name] for name in self.outer})
-
-    def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
-        """Run the virtual stage on x [rows, seq_shard, d_model]; returns (x, sums)."""
-        return self.forward.run_layers(
-            self.forward.block,
-            self.weights(now),
-            x,
-            self.aux(now),
-            self.context,
-            first=self.layer_indices(now)[0],
-        )
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
         """Return sums of head and objective from the last layer's x [rows, seq_shard, d_model]."""
@@ -122,6 +106,7 @@ def make_stage(
     batch: Batch,
     context: Context,
     *,
+    split: LayerSplit,
     layer_specs: Any,
     gather: str,
     reduce_dtype: Any,
@@ -144,6 +129,7 @@ def make_stage(
     return Stage(
         forward=forward,
         schedule=schedule,
+        split=split,
         context=context,
         layers=layers,
         outer=forward.gather(outer),

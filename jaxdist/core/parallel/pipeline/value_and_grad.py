@@ -37,6 +37,7 @@ from jaxdist.core.parallel.pipeline.layer_vjp import layer_vjp
 from jaxdist.core.parallel.pipeline.layerwise_backward import LayerwiseBackward
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, of_virtual_stages, zeros
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
     TRAINED,
@@ -56,6 +57,7 @@ def make_pipeline_value_and_grad(
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
+    split: LayerSplit,
     layer: Callable[..., tuple[Array, Sums]],
     policy: Callable[..., bool] | None = None,
     unroll: int = 1,
@@ -64,11 +66,10 @@ def make_pipeline_value_and_grad(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the pipelined computation of sums and local gradients, for use inside the manual step.
 
-    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums). Backward uses it.
+    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums).
     `policy` selects the residuals of a layer, as in `jax.checkpoint`; None selects the smallest set
     with which backward multiplies nothing again (`layer_vjp.py`). `unroll` is the number of layers
-    per iteration of a loop. With `gather` = "step",
-    `ForwardPass.run_layers` must not gather.
+    per iteration of a loop. With `gather` = "step", `layer` must not gather.
 
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
     (sums, gradients). Layers are in execution order (`virtual_stages.py`). Sums are on the stages
@@ -100,6 +101,7 @@ def make_pipeline_value_and_grad(
             params,
             batch,
             context,
+            split=split,
             layer_specs=layout.gather_specs(forward.model.axes["layers"]),
             gather=gather,
             reduce_dtype=reduce_dtype,

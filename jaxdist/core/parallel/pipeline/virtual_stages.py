@@ -1,18 +1,19 @@
-"""Order of the layers of virtual stages, and the exchange that changes it.
+"""Layers of virtual stages: how many each has, in which order they are stored, and exchanges.
 
-Checkpoints store layers in the order of the model: `[num_layers, ...]`, stage after stage. With v
-virtual stages per stage, a stage runs v separate groups of layers. The state of a run stores them
-on the stage that runs them, in *execution order*: of stage 0 all its virtual stages, of stage 1 all
-of its, and so on. A step then moves no weights. `to_execution_order` follows a start or a restore,
-`to_model_order` precedes a save.
+Checkpoints store layers in the order of the model: `[num_layers, ...]`. With pipeline stages, the
+state of a run stores layers on the stage that runs them, in *execution order*: of stage 0 all its
+virtual stages, of stage 1 all of its, and so on. A step then moves no weights. Virtual stages with
+fewer layers than the deepest one are padded with zeros, which no step runs or changes.
+`to_execution_order` follows a start or a restore, `to_model_order` precedes a save.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
+from jaxdist.core.axis import axes_of, spec_over
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.types import Array
 
@@ -29,103 +31,227 @@ LAYERS = "layers"
 """Key of the stacked layers in the parameters, and in moments with the same structure."""
 
 
-def to_execution_order(tree: Any, num_virtual_stages: int) -> Any:
+@dataclasses.dataclass(frozen=True)
+class LayerSplit:
+    """Number of layers of each virtual stage, in the order of the model."""
+
+    depths: tuple[int, ...]
+    num_stages: int
+
+    @classmethod
+    def of(cls, num_layers: int, num_stages: int, virtual: int, depths: Any = ()) -> LayerSplit:
+        """Return the split into `depths`, by default into equal virtual stages."""
+        total = num_stages * virtual
+        return cls(tuple(depths) or (num_layers // total,) * total, num_stages)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of layers that each virtual stage stores, including padding."""
+        return max(self.depths)
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers of the model."""
+        return sum(self.depths)
+
+    @property
+    def num_stored(self) -> int:
+        """Return the number of layers of all stages, including padding."""
+        return len(self.depths) * self.slots
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether some virtual stages have fewer layers than others."""
+        return self.num_stored > self.num_layers
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return the model index of each virtual stage's first layer, int32 [virtual stages]."""
+        return np.cumsum([0, *self.depths[:-1]], dtype=np.int32)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Return the model index of each stored layer, int [num_stored]; num_layers = padding."""
+        slot = np.arange(self.slots)
+        depths = np.array(self.depths)[:, None]
+        indices = np.where(slot < depths, self.starts[:, None] + slot, self.num_layers)
+        return indices.reshape(-1, self.num_stages, self.slots).swapaxes(0, 1).reshape(-1)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the index of each layer among the stored ones, int [num_layers]."""
+        return np.argsort(self.order, kind="stable")[: self.num_layers]
+
+    def of_stage(self, stage: int) -> int:
+        """Return the number of layers of a stage."""
+        return sum(self.depths[stage :: self.num_stages])
+
+
+@functools.cache
+def balanced(
+    num_layers: int, num_stages: int, num_virtual_stages: int, head: float
+) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage: equal, or else with the shortest ticks.
+
+    `head` is the time of the head, forward and backward, relative to that of a layer. A backward
+    takes two forwards. All stages wait for the longest, and the head runs in the backward of the
+    last virtual stage. Of the others, the last ones are deeper, because earlier stages keep more
+    microbatches and the first one embeds.
+    """
+    total = num_stages * num_virtual_stages
+
+    def depths(last: int) -> tuple[int, ...]:
+        each, more = divmod(num_layers - last, max(1, total - 1))
+        return (*(each + (i >= total - 1 - more) for i in range(total - 1)), last)
+
+    def seconds(depths: Sequence[int]) -> float:
+        deepest = max(depths)
+        at_end = max(0.0, 2 * depths[-1] + 3 * head - 2 * deepest)
+        return 3 * deepest * num_virtual_stages + at_end
+
+    if num_layers % total == 0:
+        return (num_layers // total,) * total
+    choices = [depths(last) for last in range(-(-num_layers // total), -1, -1)]
+    return min(choices, key=seconds)
+
+
+def stored_shape(path: Any, x: Any, split: LayerSplit) -> tuple[int, ...]:
+    """Return the shape in execution order of a leaf in the order of the model."""
+    return (split.num_stored, *x.shape[1:]) if _is_stacked(path, x, split) else x.shape
+
+
+def model_order_sharding(path: Any, x: Any, stored: NamedSharding, split: LayerSplit) -> Any:
+    """Return the sharding in the order of the model of a leaf [num_layers, ...].
+
+    Stages cannot divide layers evenly if some are padded. They divide another dim then, or none.
+    """
+    if not (split.is_padded and _is_stacked(path, x, split) and _is_split(stored.spec)):
+        return stored
+    return stored.update(spec=_Exchange.of(stored.spec, x.shape, stored.mesh).between)
+
+
+def to_execution_order(tree: Any, split: LayerSplit) -> Any:
     """Return a copy of a tree with layers on the stages that run them.
 
     `tree` is a train state or parameters on a mesh, in the order of the model. Stacked arrays are
-    [num_layers, ...].
+    [num_layers, ...]. `jax.ShapeDtypeStruct`s with shardings are converted, too.
     """
-    return _reorder(tree, num_virtual_stages, to_model=False)
+    return _reorder(tree, split, to_model=False)
 
 
-def to_model_order(tree: Any, num_virtual_stages: int) -> Any:
+def to_model_order(tree: Any, split: LayerSplit) -> Any:
     """Return a copy of a tree in execution order, with layers [num_layers, ...] in model order."""
-    return _reorder(tree, num_virtual_stages, to_model=True)
+    return _reorder(tree, split, to_model=True)
 
 
-def execution_order(num_layers: int, num_stages: int, num_virtual_stages: int) -> np.ndarray:
-    """Return the model index of each layer in execution order, int [num_layers]."""
-    indices = np.arange(num_layers).reshape(num_virtual_stages, num_stages, -1)
-    return indices.swapaxes(0, 1).reshape(-1)
+class _Exchange(NamedTuple):
+    """Exchange of an array's layers between stages; all of them are complete in between.
+
+    Attributes:
+        stored: spec in execution order; () if each stage has all layers.
+        between: spec with dim `dim` split over the stages, instead of the layers.
+        dim: -1 = no dim can be split, and each stage has all layers in between.
+    """
+
+    stored: P
+    between: P
+    dim: int
+
+    @classmethod
+    def of(cls, stored: P, shape: tuple[int, ...], mesh: Any) -> _Exchange:
+        if not _is_split(stored):
+            return cls(stored, stored, -1)
+        entries = [*stored, *[None] * (len(shape) - len(stored))]
+        p = mesh.shape[PIPELINE.name]
+        sizes = [math.prod(mesh.shape[axis] for axis in axes_of(P(entry))) for entry in entries]
+        fits = [d for d in range(1, len(shape)) if shape[d] % (sizes[d] * p) == 0]
+        dim = fits[0] if fits else -1
+        between = [None, *entries[1:]]
+        if dim > 0:
+            between[dim] = (*axes_of(P(entries[dim])), PIPELINE.name)
+        return cls(stored, P(*between), dim)
+
+    @classmethod
+    def to_execution(cls, spec: P, shape: tuple[int, ...], mesh: Any) -> _Exchange:
+        """Return the exchange that `of` the stored array has, from its spec in model order."""
+        rest = [
+            spec_over(P(entry), tuple(a for a in axes_of(P(entry)) if a != PIPELINE.name))
+            for entry in spec[1:]
+        ]
+        stored = P(PIPELINE.name, *(part[0] if part else None for part in rest))
+        made = cls.of(stored, shape, mesh)
+        # Without the axis although a dim could be split, each stage stores all layers.
+        return made if made.dim < 0 or PIPELINE.name in axes_of(spec) else cls(P(*spec), spec, -1)
 
 
-def _reorder(tree: Any, v: int, *, to_model: bool) -> Any:
-    if v == 1:
+def _reorder(tree: Any, split: LayerSplit, *, to_model: bool) -> Any:
+    if len(split.depths) == split.num_stages and not split.is_padded:
         return tree
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    stacked = [i for i, (path, x) in enumerate(leaves) if _is_stacked(path, x)]
+    stacked = [i for i, (path, x) in enumerate(leaves) if _is_stacked(path, x, split)]
     arrays = [leaves[i][1] for i in stacked]
-    # Offloaded moments are exchanged on the devices.
-    on_device = [x.sharding.with_memory_kind("device") for x in arrays]
-    mesh, specs = on_device[0].mesh, tuple(s.spec for s in on_device)
-    moved = list(_mover(mesh, specs, v, to_model)(*jax.device_put(arrays, on_device)))
-    new = dict(zip(stacked, jax.device_put(moved, [x.sharding for x in arrays]), strict=True))
+    make = _Exchange.of if to_model or not split.is_padded else _Exchange.to_execution
+    exchanges = tuple(make(x.sharding.spec, x.shape, x.sharding.mesh) for x in arrays)
+    rows = split.num_layers if to_model else split.num_stored
+    specs = [e.between if to_model and split.is_padded else e.stored for e in exchanges]
+    targets = [x.sharding.update(spec=spec) for x, spec in zip(arrays, specs, strict=True)]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        pairs = zip(arrays, targets, strict=True)
+        moved: list[Any] = [x.update(shape=(rows, *x.shape[1:]), sharding=to) for x, to in pairs]
+    else:
+        # Offloaded moments are exchanged on the devices.
+        on_device = [x.sharding.with_memory_kind("device") for x in arrays]
+        mover = _mover(arrays[0].sharding.mesh, exchanges, split, to_model)
+        moved = jax.device_put(list(mover(*jax.device_put(arrays, on_device))), targets)
+    new = dict(zip(stacked, moved, strict=True))
     return jax.tree.unflatten(structure, [new.get(i, x) for i, (_, x) in enumerate(leaves)])
 
 
-def _is_stacked(path: Any, x: Any) -> bool:
+def _is_split(spec: P) -> bool:
+    """Return whether the stages have different layers of an array."""
+    return PIPELINE.name in axes_of(P(*spec[:1]))
+
+
+def _is_stacked(path: Any, x: Any, split: LayerSplit) -> bool:
+    """Return whether a leaf is [layers, ...], in one of the two orders."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    return LAYERS in names and isinstance(x, jax.Array) and x.ndim > 0
+    shape = getattr(x, "shape", ())
+    return LAYERS in names and shape[:1] in ((split.num_layers,), (split.num_stored,))
 
 
 @functools.lru_cache(maxsize=16)
-def _mover(mesh: Any, specs: tuple[P, ...], v: int, to_model: bool) -> Callable[..., Any]:
-    """Make the compiled exchange of arrays [num_layers, ...] with these specs."""
-    p = mesh.shape[PIPELINE.name]
+def _mover(
+    mesh: Any, exchanges: tuple[_Exchange, ...], split: LayerSplit, to_model: bool
+) -> Callable[..., Any]:
+    """Make the compiled exchange of arrays [layers, ...]."""
+    padded = split.is_padded
+
+    def leaf(x: Array, exchange: _Exchange) -> Array:
+        """Reorder x [layers stored here, ...], or [layers, ...] if each stage has all."""
+        dim, moves = exchange.dim, _is_split(exchange.stored)
+        if moves and (to_model or not padded):  # -> [all layers, ..., n / stages, ...]
+            if dim < 0:
+                x = collectives.all_gather(x, PIPELINE.name, dim=0)
+            else:
+                x = collectives.all_to_all(x, PIPELINE.name, split_dim=dim, concat_dim=0)
+        rows = split.positions if to_model else split.order
+        x = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)  # zeros in padding
+        if not moves or (to_model and padded):
+            return x
+        if dim < 0:
+            mine = x.shape[0] // split.num_stages
+            start = collectives.group_index(PIPELINE.name) * mine
+            return lax.dynamic_slice_in_dim(x, start, mine)
+        return collectives.all_to_all(x, PIPELINE.name, split_dim=0, concat_dim=dim)
 
     def move(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(leaf(x, spec) for x, spec in zip(arrays, specs, strict=True))
+        return tuple(map(leaf, arrays, exchanges))
 
-    def leaf(x: Array, spec: P) -> Array:
-        """Reorder x [layers stored here, ...], or [num_layers, ...] if each stage has all."""
-        if spec and spec[0] is not None:
-            return _move(x.reshape(v, -1, *x.shape[1:]), p, home=to_model).reshape(x.shape)
-        order = execution_order(x.shape[0], p, v)
-        return x[np.argsort(order) if to_model else order]
-
-    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-    run = jax.shard_map(move, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-    return jax.jit(run, out_shardings=shardings)
-
-
-def _move(x: Array, p: int, *, home: bool) -> Array:
-    """Move x [virtual_stages, ...] from model to execution order, or with `home` back.
-
-    In model order, stage s stores virtual stages s·v .. s·v + v - 1; it runs s, s + p, s + 2p, ...
-    There are v rounds of one permutation each. In a round every stage sends one virtual stage and
-    receives one, so each is sent exactly once.
-    """
-    v = x.shape[0]
-    stage = collectives.group_index(PIPELINE.name)
-    out = jnp.zeros_like(x)
-    for moved_now in exchange_rounds(p, v):
-        stored_on, runs_on = moved_now // v, moved_now % p
-        stored_at = _of_stage(stage, stored_on, moved_now % v)
-        runs_at = _of_stage(stage, runs_on, moved_now // p)
-        source, target = (runs_at, stored_at) if home else (stored_at, runs_at)
-        senders, receivers = (runs_on, stored_on) if home else (stored_on, runs_on)
-        pairs = list(zip(senders.tolist(), receivers.tolist(), strict=True))
-        sent = lax.dynamic_index_in_dim(x, source, 0, keepdims=False)
-        received = lax.ppermute(sent, PIPELINE.name, pairs)
-        out = lax.dynamic_update_index_in_dim(out, received, target, 0)
-    return out
-
-
-def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
-    """Return the entry of `values` for this stage; `values[i]` belongs to `stages[i]`."""
-    by_stage = np.zeros_like(values)
-    by_stage[stages] = values
-    return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
-
-
-def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
-    """Assign the p·v virtual stages to v rounds in which each stage sends one and receives one.
-
-    Each round is int32 [p]: the virtual stage that stage s sends. With g = gcd(p, v) it is s·v +
-    (round + s // (p/g)) mod v. Each stage receives only one: s·v mod p takes each multiple of g
-    once in each of g blocks of p/g stages, and the second terms of the blocks differ mod g. Over
-    all rounds the second term takes all v values.
-    """
-    block = p // math.gcd(p, v)
-    stage = np.arange(p, dtype=np.int32)
-    return [stage * v + (number + stage // block) % v for number in range(v)]
+    ends = (
+        tuple(e.stored for e in exchanges),
+        tuple(e.between if padded else e.stored for e in exchanges),
+    )
+    inputs, outputs = ends if to_model else ends[::-1]
+    return jax.jit(
+        jax.shard_map(move, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    )
