@@ -251,8 +251,12 @@ class Rendezvous:
 
         They begin with the next rank, so that hosts do not read the same files at the same time.
         """
-        names = (re.fullmatch(r"host-(\d+)\.json", name) for name in self.folder.entries())
-        ranks = [int(match[1]) for match in names if match]
+        try:
+            names = self.folder.entries()
+        except OSError:  # the folder is away for this host: nobody in it moves
+            return sorted(self._observed)
+        matches = (re.fullmatch(r"host-(\d+)\.json", name) for name in names)
+        ranks = [int(match[1]) for match in matches if match]
         for rank in self._observed.keys() - ranks:
             self._observed[rank].read_at = self.clock()
         return sorted(ranks, key=lambda rank: (rank <= self.own.rank, rank))
