@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
@@ -61,7 +60,7 @@ def train(
         objective: (output of the model's head, batch, context) -> Sums, instead of cross-entropy;
             see docs/parallelism.md. A resume needs it again.
         callbacks: each is called with each train and eval record, on every process.
-        progress: show a progress bar; None = only on a terminal or in a notebook, else log lines.
+        progress: show steps and evaluations in a bar; None = only on a terminal or in a notebook.
         settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
 
@@ -105,8 +104,8 @@ def train(
             rows=rows,
             on_start=started.append,
             on_record=on_record,
-            console_level=logging.WARNING if has_bar else logging.INFO,
             owns_stdout=False,
+            has_bar=has_bar,
         )
         code = run_training(run_config, program, stop, lambda: False)
     if code == runtime.EXIT_FAILURE:

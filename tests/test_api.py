@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from commands import ROOT
-from refusals import refused
+from refusals import missing, refused
 
 import jaxdist
 from jaxdist import api, runtime
@@ -238,7 +238,7 @@ def test_plan_equals_output_of_the_command(capsys):
     assert json.loads(json.dumps(plan)) == printed
 
 
-def test_progress_bar_replaces_log_lines(monkeypatch, capsys, tmp_path):
+def test_progress_bar_replaces_lines_of_steps_and_evaluations(monkeypatch, capsys, tmp_path):
     bars = []
     make = progress.make_bar
     monkeypatch.setattr(api, "make_bar", lambda **options: bars.append(make(**options)) or bars[-1])
@@ -247,7 +247,9 @@ def test_progress_bar_replaces_log_lines(monkeypatch, capsys, tmp_path):
     jaxdist.train(settings, progress=True, steps=4)
     assert [(bar.initial, bar.n, bar.total) for bar in bars] == [(0, 2, 2), (2, 4, 4)]
     assert {"loss", "eval_loss"} == {part.split("=")[0] for part in bars[0].postfix.split(", ")}
-    assert "mesh" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert missing(printed, "\nmesh ", "compiling the train step", "\nended ", "\nrun ") == []
+    assert not re.search(r"^(step|eval) +\d+/", printed, re.M), printed
     assert not logging.getLogger("jaxdist").handlers
 
 

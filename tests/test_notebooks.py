@@ -19,28 +19,47 @@ def test_notebook_is_stored_without_outputs(path):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path, monkeypatch):
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Return a function that runs the cells of a notebook in an empty directory."""
     nbclient = pytest.importorskip("nbclient", reason="needs the dev extra (nbclient)")
     pytest.importorskip("ipykernel", reason="needs the dev extra (ipykernel)")
-    import nbformat
-
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    options = {"timeout": 300, "kernel_name": "python3", "resources": resources}
+    return lambda notebook, **more: nbclient.NotebookClient(notebook, **options, **more).execute()
+
+
+@pytest.mark.slow
+def test_a_rejected_setting_is_shown_without_a_traceback(execute):
+    import nbformat
+
+    code = "import jaxdist\njaxdist.train(optim={'peak_lr': -1}, train={'seq_len': 0})"
+    cell = nbformat.v4.new_code_cell(code)
+    execute(nbformat.v4.new_notebook(cells=[cell]), allow_errors=True)
+    (output,) = (one for one in cell["outputs"] if one["output_type"] == "error")
+    first, *lines = output["traceback"][0].splitlines()
+    assert first.startswith("ConfigError: ") and len(output["traceback"]) == 1
+    assert [name in line for name, line in zip(("seq_len", "peak_lr"), lines, strict=True)] == [
+        True
+    ] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, execute):
+    import nbformat
+
     notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute()
+    execute(notebook)
     printed = "".join(
         text
         for cell in code_of(notebook)
         for output in cell["outputs"]
         for text in (output.get("text", ""), *output.get("data", {}).values())
     )
+    for line in ("\nmesh ", "compiling the train step", "\nended ", "\nnext "):
+        assert line in printed, printed
     expected = {"train": ["training loss", "<svg"], "finetune": ["Good day.", "Farewell."]}
     assert all(word in printed for word in expected[path.stem]), printed[-2000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +23,8 @@ class Program:
         rows: the rows, or a function that returns them; replaces the function in `data.sources`.
         on_start: called with the run directory, on every process, before compilation.
         on_record: called with each train and eval record, on every process.
-        console_level: minimum level of the log lines on the console.
         owns_stdout: the output of C code may be redirected to the log.
+        has_bar: a progress bar shows steps and evaluations, so the console does not.
     """
 
     model: Callable[[int], Model] | None = None
@@ -33,14 +32,9 @@ class Program:
     rows: Any = None
     on_start: Callable[[RunDirectory], None] = lambda run: None
     on_record: Callable[[Record], None] = lambda record: None
-    console_level: int = logging.INFO
     owns_stdout: bool = True
+    has_bar: bool = False
 
     def setup_logging(self, process_id: int, log_file: Location | None = None) -> None:
         """Call `runtime.setup_logging` with the options of the program."""
-        setup_logging(
-            process_id,
-            log_file,
-            console_level=self.console_level,
-            owns_stdout=self.owns_stdout,
-        )
+        setup_logging(process_id, log_file, owns_stdout=self.owns_stdout, has_bar=self.has_bar)

@@ -45,6 +45,16 @@ class _File(logging.FileHandler):
             )
 
 
+class _AboveBar(logging.Handler):
+    """Prints lines above progress bars, without those that a bar shows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        if not getattr(record, "in_bar", False):
+            tqdm.write(self.format(record))
+
+
 class _Held(logging.Handler):
     """Handler that keeps the newest records in memory until a log file is opened."""
 
@@ -60,13 +70,14 @@ def setup_logging(
     process_id: int = 0,
     log_file: str | os.PathLike[str] | None = None,
     *,
-    console_level: int = logging.INFO,
     owns_stdout: bool = True,
+    has_bar: bool = False,
 ) -> logging.Logger:
     """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
     Earlier records go to the file too. C output on stdout (gloo, NCCL) also goes there, unless
-    `owns_stdout` is false because a user's program called us.
+    `owns_stdout` is false because a user's program called us. With `has_bar`, records with the
+    attribute `in_bar` are not printed, and the others are printed above the bar.
     """
     held = [
         handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
@@ -89,9 +100,8 @@ def setup_logging(
         for record in (record for handler in held for record in handler.records):
             to_file.handle(record)
     if process_id == 0:
-        console = logging.StreamHandler(sys.stdout)
+        console = _AboveBar() if has_bar else logging.StreamHandler(sys.stdout)
         console.setFormatter(_Console("%(message)s"))
-        console.setLevel(console_level)
         logger.addHandler(console)
     return logger
 

@@ -22,6 +22,10 @@ class ConfigError(ValueError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(_headed(heading, self.problems) if heading else self.problems))
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows: the problems, without a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 _MAX_CHARS = 2000  # maximum length of one problem
 

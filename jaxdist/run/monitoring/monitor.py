@@ -223,7 +223,8 @@ class Monitor:
             self._prometheus.eval(record)
         if self._records is not None:
             self._records.write(record)
-            self._log(console.eval_line(record, total_steps=self.total_steps))
+            line = console.eval_line(record, total_steps=self.total_steps)
+            self._log(line, in_bar=True)
         self._plot(step, {f"eval/{k}": v for k, v in values.items()})
         self._on_record(record)
         return values
@@ -411,8 +412,8 @@ class Monitor:
         assert self._records is not None
         self._records.write({"kind": "event", "event": event, "time": self._clock(), **fields})
 
-    def _log(self, line: str, level: int = logging.INFO) -> None:
-        logger.log(level, console.plain(line), extra={"styled": line})
+    def _log(self, line: str, level: int = logging.INFO, *, in_bar: bool = False) -> None:
+        logger.log(level, console.plain(line), extra={"styled": line, "in_bar": in_bar})
 
     def _log_block(self, rows: Sequence[console.Row]) -> None:
         for line in console.block(rows):
@@ -437,7 +438,8 @@ class Monitor:
                 num_devices=self.throughput.num_devices,
                 eta_s=eta_s,
                 metrics=metrics,
-            )
+            ),
+            in_bar=True,
         )
         sources = [name for name in record if name.startswith(("loss/", f"{unit}/"))]
         points = {f"train/{name}": record[name] for name in [*metrics, *sources]}
