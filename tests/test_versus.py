@@ -84,17 +84,43 @@ def test_failed_contender_is_excluded_with_the_reason(versus, commands):
         assert re.search(rf"^- {name}: not measured: .*{re.escape(fact)}", page, re.M), name
 
 
+def test_all_contenders_have_the_same_allocator(versus, commands, tmp_path, monkeypatch):
+    """A contender of ours, PyTorch's and a rival's see the settings in their environment."""
+    seen = []
+    monkeypatch.setattr(
+        versus, "Contender", lambda command, environment, log: seen.append(environment)
+    )
+    names = versus.commands_of([], [f"rival={sys.executable}:{tmp_path / 'stub.py'}"])
+    assert {"ours", "bare", "pytorch", "rival"} <= set(names)
+    contest = versus.Race(versus.Shape(256, 8, 2), versus.Settings())
+    for name, command in names.items():
+        contest._start(name, command, tmp_path / "log")
+    allocators = [{k: v for k, v in one.items() if k.startswith("MALLOC_")} for one in seen]
+    assert len(allocators) == len(names) and all(one == versus.ALLOCATOR for one in allocators)
+    ours = (BENCH / "versus_jax.py").read_text()
+    assert len(versus.ALLOCATOR) == 3 and "malloc" not in ours  # nor by a call
+
+
+@pytest.mark.slow
+def test_own_contenders_train(versus):
+    commands = versus.commands_of([], [])
+    done = race(versus, {name: commands[name] for name in ("ours", "bare")}, rounds=1)
+    assert done.left_out == {} and all(it.processor[0] > 0 for it in done.running.values())
+
+
 def test_table_has_medians_and_the_median_of_ratios(versus):
     blocks = {"ours": [1.0, 4.0, 5.0], "rival": [2.0, 4.0, 15.0]}
     race = versus.Race(versus.Shape(256, 10, 2), versus.Settings())
     for name, seconds in blocks.items():
         facts = {"parameters": 7_000, "versions": {"stub": "1.2"}, "threads": 3}
-        race.running[name] = SimpleNamespace(blocks=seconds, losses=[5.0, 4.5, 4.25], facts=facts)
+        race.running[name] = SimpleNamespace(
+            blocks=seconds, processor=seconds[::-1], losses=[5.0, 4.5, 4.25], facts=facts
+        )
     page = versus.report({"tiny": race}, race.settings, {"load average before": "0.1"})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     assert ["tiny", "5", "5 (2.00 ×)"] in rows  # not 1.00, the ratio of the medians
     losses = ["5.000, 4.500, 4.250", "4.250"]
-    assert ["ours", "5", "4–20", "1.00 ×", "7,000", *losses] in rows
-    assert ["rival", "5", "1–10", "2.00 ×", "7,000", *losses] in rows
+    assert ["ours", "5", "4–20", "1.00 ×", "1.00 ×", "7,000", *losses] in rows
+    assert ["rival", "5", "1–10", "2.00 ×", "2.00 ×", "7,000", *losses] in rows
     assert "- load average before: 0.1" in page
     assert "- rival: stub 1.2, 3 threads" in page

@@ -220,7 +220,7 @@ class Ours:
 
     def __init__(self, parts, batches):
         self.parts, self.batches, self.count = parts, batches, 0
-        self.state = parts.init_state()
+        self.state, self.compiled = parts.init_state(), parts.step.train
 
     def warm_up(self) -> float:
         """Compile; return the seconds."""

@@ -71,6 +71,12 @@ LEGEND = (
     "(`bare.py`), `pytorch` eager PyTorch (`versus_pytorch.py`). Others are programs of the user."
 )
 NUM_BATCHES = 4
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 63) - 1),
+}
+"""Settings with which glibc keeps freed memory, as a run of jaxdist does."""
 PAUSE_S = 0.3  # OpenMP threads of a finished contender spin for up to 0.2 s
 
 
@@ -182,7 +188,9 @@ class Race:
     def _block(self, contender: Contender) -> None:
         time.sleep(self.settings.pause_s)
         steps = self.settings.block_steps
+        before = contender.processor_s()
         contender.blocks.append(contender.train(steps, self.settings.timeout_s) / steps)
+        contender.processor.append(contender.processor_s() - before)
 
     def _try(self, name: str, action: Callable[[Contender], object]) -> None:
         """Run an action with a contender that still runs; exclude the contender if it fails."""
@@ -205,11 +213,15 @@ def turns(names: list[str], round_number: int) -> list[str]:
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """Return the environment of a contender; our own import this checkout of the package."""
+    """Return the environment of a contender; our own import this checkout of the package.
+
+    All have the same settings of glibc's allocator.
+    """
+    environment = {**os.environ, **ALLOCATOR}
     if Path(command[1]).parent != HERE:
-        return dict(os.environ)
+        return environment
     roots = [str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
 
 
 def check_learning(contender: Contender) -> None:
@@ -268,11 +280,12 @@ def short_cell(race: Race, name: str) -> str:
     return median if name == OURS or OURS not in race.running else f"{median} ({ratio(race, name)})"
 
 
-def ratio(race: Race, name: str) -> str:
+def ratio(race: Race, name: str, numbers: str = "blocks") -> str:
     """Return `ratio_to_ours` as text; a dash if ours was not measured."""
     if OURS not in race.running:
         return "–"
-    return f"{ratio_to_ours(race.running[OURS].blocks, race.running[name].blocks):.2f} ×"
+    ours, other = race.running[OURS], race.running[name]
+    return f"{ratio_to_ours(getattr(ours, numbers), getattr(other, numbers)):.2f} ×"
 
 
 def describe(shape: Shape) -> str:
@@ -286,7 +299,8 @@ def describe(shape: Shape) -> str:
 
 def details(race: Race) -> list[str]:
     """Return the table of one shape."""
-    columns = ("contender", "tokens/s, median", "min–max", "ours ÷ it", "parameters")
+    columns = ("contender", "tokens/s, median", "min–max", "ours ÷ it", "by processor time")
+    columns += ("parameters",)
     lines = row_of(*columns, "loss of the first steps", "of the last")
     lines += row_of(*("---" for _ in range(len(columns) + 2)))
     for name, contender in race.running.items():
@@ -297,6 +311,7 @@ def details(race: Race) -> list[str]:
             f"{statistics.median(result):,.0f}",
             f"{min(result):,.0f}–{max(result):,.0f}",
             ratio(race, name),
+            ratio(race, name, "processor"),
             f"{contender.facts['parameters']:,.0f}",
             ", ".join(f"{loss:.3f}" for loss in first),
             f"{contender.losses[-1]:.3f}",
@@ -337,6 +352,7 @@ def conditions() -> dict[str, str]:
         "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "environment": " ".join(variables) or "no XLA_FLAGS, no OMP_NUM_THREADS",
+        "allocator of all": " ".join(f"{name}={value}" for name, value in ALLOCATOR.items()),
         "load average before": load(),
     }
 

@@ -20,14 +20,11 @@ import numpy as np
 import step
 from versus_pipe import serve
 
-from jaxdist import runtime
 from jaxdist.run.setup import assemble
 
 
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
     """Build the contender that the command names."""
-    if sys.argv[1] == "ours":
-        runtime.tune_malloc()  # as in a run
     dims = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
     shape = bare.Shape(*(job[name] for name in dims), job["seq_len"])
     options = argparse.Namespace(documents=0, moments="float32", matmul_dtype="auto")
@@ -46,7 +43,6 @@ def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], float]]:
 
     def run(steps: int) -> float:
         contender.run(steps)
-        runtime.give_back_memory()
         return contender.loss()
 
     versions = {"python": sys.version.split()[0], "jax": jax.__version__}

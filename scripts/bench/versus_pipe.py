@@ -50,6 +50,7 @@ class Contender:
         facts: its first answer.
         losses: loss of the last step of every request, including warm-up.
         blocks: seconds per step of each block.
+        processor: processor seconds of each block, of all threads.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path):
@@ -65,6 +66,7 @@ class Contender:
         self.facts: dict[str, Any] = {}
         self.losses: list[float] = []
         self.blocks: list[float] = []
+        self.processor: list[float] = []
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -100,6 +102,15 @@ class Contender:
             raise LeftOut(f"loss is {answer['loss']}")
         self.losses.append(answer["loss"])
         return seconds
+
+    def processor_s(self) -> float:
+        """Return the processor seconds of the process so far; 0 after its end."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return 0.0
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def stop(self, wait_s: float = STOP_S) -> int:
         """End the process and its children; return its exit code."""
