@@ -28,6 +28,7 @@ from jaxdist.checkpoint import (
     save,
 )
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
+from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import locate
 
 # -- saves that fail -------------------------------------------------------------------------------
@@ -225,6 +226,16 @@ def test_training_stops_after_too_many_consecutive_failures(run, monkeypatch):
     with refused("2 saves", "step 10", error=CheckpointError):
         opened.save(14, state_at(14), {})
     assert opened.choose() == 8
+
+
+def test_a_failed_save_ends_a_command_with_its_cause_and_without_a_traceback(capsys):
+    try:
+        raise CheckpointError("2 saves failed, the first at step 10: no space") from OSError(5)
+    except CheckpointError as failed:
+        assert entry_point._report(failed, entry_point.RERUN) == 1
+    printed = capsys.readouterr().err
+    assert missing(printed, "first at step 10: no space", "process 0", "to do:") == []
+    assert "Traceback" not in printed and __file__ not in printed
 
 
 def small_file_system(path: Path, mib: int):

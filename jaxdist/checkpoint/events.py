@@ -19,6 +19,8 @@ _MAX_NAMED = 3  # arrays listed in an error message
 class CheckpointError(RuntimeError):
     """A save or restore failed permanently; the message has cause, path and fix."""
 
+    has_traceback = False  # in the closing block of a command
+
 
 class CorruptCheckpoint(CheckpointError):
     """The stored bits differ from the saved ones; an older checkpoint may be intact."""

@@ -107,9 +107,9 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     """Run `main` and end the process with its exit code, without hanging at exit.
 
     `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL or of
-    a full disk (code 1) and Ctrl-C (130) print one line. Other exceptions print a traceback and
-    advice (1). `kill -QUIT` prints the stacks of all threads. With `resumes`, the advice explains
-    that the same command continues from saved state.
+    a full disk (code 1) and Ctrl-C (130) print one line. Others print a traceback, or the message
+    of a failed save or restore, and advice (1). `kill -QUIT` prints the stacks of all threads. With
+    `resumes`, the advice explains that the same command continues from saved state.
     """
     # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
@@ -169,7 +169,9 @@ def _report(error: BaseException, otherwise: str) -> int:
         advice = advice_for(text, otherwise)
         _print_error(f"{text}; {advice}")
     else:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = str(error)
+        if getattr(error, "has_traceback", True):
+            text = "".join(traceback.format_exception(error)).rstrip()
         # Some errors (e.g. of the loss guard) have their own exit code and advice.
         code = getattr(error, "exit_code", EXIT_FAILURE)
         advice = getattr(error, "advice", "") or advice_for(
