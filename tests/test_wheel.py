@@ -19,16 +19,21 @@ BUILD = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """Return the Python of an environment with the wheel and the other packages of this one."""
+def wheel(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     skip = shutil.ignore_patterns("__pycache__", ".*", "build", "*.egg-info", "tests", "runs")
     shutil.copytree(ROOT, source, symlinks=True, ignore=skip)
     build = [sys.executable, "-c", BUILD.format(str(work))]
     subprocess.run(build, cwd=source, check=True, capture_output=True)
-    (wheel,) = work.glob("*.whl")
-    home = work / "venv"
+    (built,) = work.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def installed(wheel, tmp_path) -> Path:
+    """Return the Python of an environment with the wheel and the other packages of this one."""
+    home = tmp_path / "venv"
     venv.create(home, with_pip=False)
     (site,) = home.glob("lib/python*/site-packages")
     zipfile.ZipFile(wheel).extractall(site)
@@ -64,3 +69,20 @@ def test_commands_configs_and_the_example_work_without_a_checkout(installed, tmp
     model = ["--model=custom", "--model.factory=jaxdist.models.example:build"]
     train = run(installed, tmp_path, "-m", "jaxdist", "train", *model, *small, "--run-dir=run")
     assert "custom" in train and (tmp_path / "run" / "summary.json").exists()
+
+
+def test_pip_installs_the_wheel_into_an_empty_environment_which_trains(wheel, tmp_path):
+    """The packages that the wheel requires are all that training imports."""
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    install = ["-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel]
+    done = subprocess.run(
+        [home / "bin" / "python", *install], capture_output=True, text=True, timeout=900
+    )
+    if "Failed to establish a new connection" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    small = tiny("--steps=2", "--run-dir=run")
+    run(home / "bin" / "jaxdist", tmp_path, "train", *small)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["step"]) == ("finished", 2)
