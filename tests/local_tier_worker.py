@@ -81,7 +81,7 @@ class Worker:
     def run(self):
         opened = self.open()
         first = self.restore(opened)
-        self.write_record(began=first, claim=opened.survivable(self.state).line())
+        self.write_record(began=first, claim=opened.survivable(self.state))
         for step in range(first + 1, self.start["steps"] + 1):
             self.state, sample = self.update(self.state)
             self.write_record(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
@@ -91,7 +91,7 @@ class Worker:
             opened._local.wait()
         self.write_record(checksums=self.bits(), events=[e["event"] for e in opened.pop_events()])
         if self.start.get("kill"):
-            coordination.gather("before the kill", None)
+            coordination.collect("before the kill", None)
             time.sleep(0.2 if self.process == 0 else 0)  # it relays the others' last message
             os.kill(os.getpid(), signal.SIGKILL)
         opened.close()
@@ -107,12 +107,12 @@ class Worker:
                 shutil.copytree(f"{self.disk}-kept", self.disk)
             if self.process == 0:
                 shutil.copy(self.folder / HISTORY, self.folder / "checkpoints" / HISTORY)
-            coordination.gather("disks", None)
+            coordination.collect("disks", None)
             opened = self.open()
             step = self.restore(opened)
             self.write_record(lost=lost, step=step, checksums=self.bits())
             opened.close()
-            coordination.gather("closed", None)
+            coordination.collect("closed", None)
 
 
 def main(folder: Path, plan: list[dict]) -> None:

@@ -108,12 +108,13 @@ def call_in_parallel(groups, call) -> list:
     return results
 
 
-def test_gather_returns_all_values_and_the_store_keeps_only_the_last(processes):
+def test_collect_returns_all_values_to_process_0_and_the_store_keeps_only_the_last(processes):
     make, store = processes
     groups = make(lambda: Group("test"))
     for call in range(5):
-        values = call_in_parallel(groups, lambda one, call=call: one.gather([one.process_id, call]))
-        assert values == [[[0, call], [1, call], [2, call]]] * 3
+        collect = lambda one, call=call: one.collect([one.process_id, call])
+        values = call_in_parallel(groups, collect)
+        assert values == [[[0, call], [1, call], [2, call]], [], []]
     assert len(store.values) == 1
 
 
@@ -169,7 +170,7 @@ def test_topic_has_one_group_which_deletes_its_old_values(processes, monkeypatch
     group._made.clear()
     service._state().num_processes = 1
     for value in range(3):
-        assert coordination.gather("test", value) == [value]
+        assert coordination.collect("test", value) == [value]
     assert group._made["test"] == 1
 
 
@@ -197,13 +198,13 @@ def test_error_of_process_0_is_raised_in_all(processes, error, raised):
 def test_missing_process_is_named_by_its_key(processes):
     make, _ = processes
     groups = make(lambda: Group("test", timeout_s=0.1))
-    late = call_in_parallel(groups[:2], lambda one: one.gather("here"))
+    late = call_in_parallel(groups[:2], lambda one: one.collect("here"))
     facts = "process 2 of 3", "test/1/0/2", "0.1 s"
     assert [(type(error), missing(str(error), *facts)) for error in late] == [(LateProcess, [])] * 2
 
 
 def test_single_process_returns_immediately():
-    assert coordination.gather("test", "here") == ["here"]
+    assert coordination.collect("test", "here") == ["here"]
     assert Group("test").decide(lambda: 3) == 3
     assert Group("test").decide_from(2, sum) == 2
     coordination.publish("test", 1)

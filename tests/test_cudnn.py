@@ -232,7 +232,8 @@ def test_rejection_on_one_process_applies_to_all(monkeypatch, obstacle):
         call = AttentionCall(sliding_window=7, full_every=2, **change)
         model = SimpleNamespace(dims=dims, attention_call=call)
         plan = plan_for(dtype, packed=True, is_described=is_described)
-        return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
+        agree = lambda name, text, decision: decision([text, obstacle])
+        return check_kernel(model, layout, plan, config, agree)
 
     assert obstacle in admit(jnp.bfloat16).rejection_reason
     assert bool(admit(jnp.bfloat16).rejection_reason) == bool(obstacle)
@@ -278,7 +279,8 @@ def test_ring_comparison_uses_shapes_of_a_group(monkeypatch, obstacle):
         )
         model = SimpleNamespace(dims=dims, attention_call=call)
         plan = plan_for(dtype, packed=packed, exchange=exchange, **change)
-        return check_kernel(model, layout, plan, config, lambda name, text: [text, obstacle])
+        agree = lambda name, text, decision: decision([text, obstacle])
+        return check_kernel(model, layout, plan, config, agree)
 
     hybrid = ExchangePlan("hybrid", 2, False, "")
     check = admit(hybrid)

@@ -121,7 +121,7 @@ def test_policy_in_the_settings_is_kept():
     assert choose_remat(job(train={"remat": "names:qkv"}), 0) is None
 
 
-def fitted(budget, needs, agree=lambda _, own: [own]):
+def fitted(budget, needs, agree=lambda _, own, decision: decision([own])):
     """Choose from policies whose steps are compiled, each of which needs so many bytes."""
     tried = []
 
@@ -167,7 +167,7 @@ def test_processes_agree_on_the_policy():
     """The step fits on this process, but not on another."""
     budget = Budget.of(run(remat="auto"), MeshSpec(fsdp=8), gpus(8, 72), None)
     estimate = lambda budget: budget.memory.total_bytes
-    agree = lambda topic, own: [own, [own[0], own[1] / 2]]
+    agree = lambda topic, own, decision: decision([own, [own[0], own[1] / 2]])
     expected = fitted(dataclasses.replace(budget, limit_bytes=budget.limit_bytes / 2), estimate)
     assert fitted(budget, estimate, agree) == expected != fitted(budget, estimate)
 

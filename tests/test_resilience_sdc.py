@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 
 import jax
@@ -90,6 +91,20 @@ def test_a_flipped_bit_is_detected_in_every_replicated_array(case):
         assert f"device {device.id} of process 0 on node-a in {name_of(path)}" in str(corruption)
     assert seen >= 3
     assert look(subject, state) is None
+
+
+def test_a_check_exchanges_as_many_bytes_on_8_devices_as_on_2():
+    exchanged = []
+    for mesh in ("dp=2", "dp=8"):
+        case = reference.Case("rotary", mesh)
+        state, subject = reference.place_state(case), watch(case)
+        assert look(subject, state) is None
+        leaves = jax.tree.leaves(state)
+        program = jax.make_jaxpr(subject._hash)([leaves[i] for i in subject._leaf_indices])
+        # Results of collectives: those with parameters about axes.
+        collective = r":(\w+\[[\d,]*\])\S* = (?:all_gather|pmax|psum\w*)"
+        exchanged.append(re.findall(collective, str(program)))
+    assert exchanged[0] == exchanged[1] and len(exchanged[0]) == 2, exchanged
 
 
 def test_of_two_copies_both_are_named():

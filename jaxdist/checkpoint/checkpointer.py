@@ -28,7 +28,6 @@ from jaxdist.checkpoint.events import (
     one_line,
 )
 from jaxdist.checkpoint.local import lineage
-from jaxdist.checkpoint.local.copies import Survivable
 from jaxdist.checkpoint.local.tier import LocalTier
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.moment_files import MomentFiles
@@ -212,9 +211,14 @@ class Checkpointer:
             self._chosen = self._chosen if older is None else older
         return self._chosen
 
-    def survivable(self, state: Any) -> Survivable | None:
-        """Return which host losses a local save survives; None without local saves."""
-        return None if self._local is None else self._local.survivable(state)
+    @property
+    def is_local(self) -> bool:
+        """Return whether saves also go to local disks, with `meta` in every process."""
+        return self._local is not None
+
+    def survivable(self, state: Any) -> str:
+        """Return which host losses a local save survives, in one line; "" without local saves."""
+        return "" if self._local is None else self._local.survivable(state)
 
     def discard_local(self) -> None:
         """Delete the local saves of a finished run, whose last state is in the directory."""

@@ -138,8 +138,11 @@ class Loader:
         self.ledger.append(self.first_sample, self._batch_size)
         return self._add_fields(batch)
 
-    def state(self) -> dict[str, Any]:
-        """Return the position as JSON, without prefetched batches; collective for a stream."""
+    def state(self, *, everywhere: bool = True) -> dict[str, Any]:
+        """Return the position as JSON, without prefetched batches; collective for a stream.
+
+        Process 0 has the states of all readers of a stream, the others only if `everywhere`.
+        """
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "next_sample": self._next_sample,
@@ -150,7 +153,9 @@ class Loader:
         if self.left_out:
             state["left_out"] = [list(part) for part in self.left_out]
         if isinstance(self._dataset, StreamDataset):
-            state["iterators"] = _every_state(self._iterator_state, self._shard)
+            state["iterators"] = _every_state(
+                self._iterator_state, self._shard, everywhere=everywhere
+            )
         else:
             state["ledger"] = [list(link) for link in self.ledger.links]
             if streams := self._dataset.streams:
@@ -316,12 +321,18 @@ def _own_state(
     return iterators[index]
 
 
-def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str, Any]]:
+def _every_state(
+    state: dict[str, Any], shard: tuple[int, int], *, everywhere: bool
+) -> list[dict[str, Any]]:
+    """Return the states by shard; [] in processes other than 0 unless `everywhere`."""
     index, count = shard
     if count == 1:
         return [state]
-    states = dict(coordination.gather("stream", [index, state]))
-    return [states[number] for number in range(count)]
+    states = dict(coordination.collect("stream", [index, state]))
+    ordered = lambda: [states[number] for number in range(count)]
+    if everywhere:
+        return list(coordination.decide("states of the stream", ordered))
+    return ordered() if states else []
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:

@@ -121,8 +121,8 @@ class Session:
             self.state, self.step, self.loader = self._restore()
             self._times.mark("restore")
             saved = parts.without_base(self.state)
-            if (local := self.checkpointer.survivable(saved)) is not None:
-                log.info("%s", local.line())
+            if local := self.checkpointer.survivable(saved):
+                log.info("%s", local)
             stack.callback(lambda: self.loader.close())  # a rollback replaces the loader
             self.monitor = stack.enter_context(
                 Monitor(
@@ -345,7 +345,7 @@ class Session:
                     "not saved. Lower optim.peak_lr, or raise optim.eps.",
                 )
             meta = {
-                "data": self.loader.state(),
+                "data": self.loader.state(everywhere=self.checkpointer.is_local),
                 "guard": self.guard.state(),
                 "early_stopping": self.early_stopping.state(),
                 "config": self.config_text,

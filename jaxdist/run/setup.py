@@ -477,7 +477,7 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
     packed, train = "segments" in fields, parts.config.train
     if packed != parts.packed:
         parts = dataclasses.replace(parts, packed=packed)
-    check = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.gather)
+    check = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.decide_from)
     return parts if check is None else dataclasses.replace(parts, check=check)
 
 

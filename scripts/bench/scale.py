@@ -78,7 +78,6 @@ EXCHANGES: dict[str, Callable[[Group], Any]] = {
     "all to all (before)": lambda group: all_to_all(group, FACTS),
     "`decide_from`": lambda group: group.decide_from(FACTS, len),
     "file lists of a save": save,
-    "`gather`": lambda group: group.gather(FACTS),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxdist.runtime.formatting.tables import few
@@ -88,13 +89,6 @@ def holders(
     return held
 
 
-def survives(
-    lost: Collection[FailureDomain], held: Mapping[str, Collection[FailureDomain]]
-) -> bool:
-    """Return whether every set of shards survives if these hosts lose their disks together."""
-    return all(set(hosts) - set(lost) for hosts in held.values())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survivable:
     """Host losses (including their disks) after which a local save can still be restored.
@@ -130,22 +124,29 @@ def survivable(
 ) -> Survivable:
     """Return the losses that every set of shards survives; `held` is returned by `holders`."""
     sets = {frozenset(hosts) for hosts in held.values()}
-    fatal = {one for one in sets if not any(other < one for other in sets)}
-    racks = {domain.rack for domain in domains}
-    by_rack = [{domain for domain in domains if domain.rack == rack} for rack in racks]
-    has_racks = len(racks) > 1
+    by_least: dict[FailureDomain, list[frozenset[FailureDomain]]] = {}
+    for one in sets:
+        by_least.setdefault(min(one), []).append(one)
+    fatal = {
+        one
+        for one in sets
+        if not any(other < one for host in one for other in by_least.get(host, ()))
+    }
+    has_racks = len({domain.rack for domain in domains}) > 1
+    is_rack_fatal = any(len({domain.rack for domain in one}) == 1 for one in fatal)
     return Survivable(
         num_hosts=len(set(domains)),
         any_hosts=min(map(len, fatal)) - 1,
-        any_rack=all(survives(lost, held) for lost in by_rack) if has_racks else None,
+        any_rack=not is_rack_fatal if has_racks else None,
         fatal=tuple(sorted(fatal, key=sorted)),
     )
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
+    """Return the numbers of positions, those that leave fewest hosts in their rack first."""
     count = len(hosts)
-
-    def same_rack(shift: int) -> int:
-        return sum(hosts[i].rack == hosts[(i + shift) % count].rack != "" for i in range(count))
-
-    return sorted(range(1, count), key=same_rack)
+    # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring
+    # size - (count - shift).
+    sizes = Counter(Counter(host.rack for host in hosts if host.rack).values())
+    kept = [sum(n * max(0, size - by) for size, n in sizes.items()) for by in range(count)]
+    return sorted(range(1, count), key=lambda shift: kept[shift] + kept[count - shift])

@@ -165,17 +165,21 @@ def newest(replies: Sequence[Sequence[Any]], at_least: int) -> Selection:
     Each process replies with the shards that it needs and the `Save`s on its disk.
     """
     needs = [str(needed) for needed, _ in replies]
-    disks = [{Save(*save) for save in has} for _, has in replies]
+    disks: dict[Save, list[int]] = {}  # save -> the processes whose disk has it
+    for process, (_, has) in enumerate(replies):
+        for save in {Save(*each) for each in has}:
+            disks.setdefault(save, []).append(process)
     reason = ""
-    for generation, step in sorted({save[:2] for disk in disks for save in disk}, reverse=True):
+    for generation, step in sorted({save[:2] for save in disks}, reverse=True):
         if step < at_least:
             continue
         required = [Save(generation, step, needed) for needed in needs]
-        having = {w: [p for p, disk in enumerate(disks) if w in disk] for w in set(required)}
+        having = {save: disks.get(save, []) for save in set(required)}
         if all(having.values()):
+            own = {(process, save) for save, at in having.items() for process in at}
             sources = [
-                process if process in having[w] else having[w][process % len(having[w])]
-                for process, w in enumerate(required)
+                p if (p, save) in own else having[save][p % len(having[save])]
+                for p, save in enumerate(required)
             ]
             return Selection(generation, step, sources)
         reason = reason or _why_not(step, required, having)

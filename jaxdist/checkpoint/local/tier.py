@@ -16,6 +16,7 @@ A restore:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -54,11 +55,20 @@ from jaxdist.settings import ConfigError
 
 
 class Peer(NamedTuple):
-    """Address and failure domain of a process, exchanged at the start."""
+    """A process whose files this one reads: its host, and the address of its file server."""
 
-    domain: FailureDomain
+    process: int
+    host: str
     address: str
     port: int
+
+
+class Assignment(NamedTuple):
+    """This process's part in each save: its shards, whether it writes them, and what it copies."""
+
+    shards: str
+    writes: bool
+    copied: list[tuple[str, Peer]]  # shards of a peer that are copied to this host
 
 
 class LocalTier:
@@ -75,10 +85,13 @@ class LocalTier:
         self._chosen: Save | None = None
         self._rejected: set[tuple[int, int]] = set()  # generation, step of damaged saves
         self._thread: threading.Thread | None = None
-        self._shards: list[str] = []  # shard digest of each process
+        self._part: Assignment | None = None
+        self._shards: list[str] = []  # process 0: shard digest of each process
         self._copies = HostCopies()
         self._server: FileServer | None = None
-        self._peers = self._open()
+        self._domains: list[FailureDomain] = []  # process 0: of each process
+        self._peers: list[Peer] = []  # process 0
+        self._open()
 
     @property
     def _me(self) -> int:
@@ -93,10 +106,8 @@ class LocalTier:
         if self._chosen is None or self._chosen.step != step:
             return
         held = self._store.held()
-        copied = [
-            (self._chosen._replace(shards=self._shards[sender]), sender)
-            for sender in self._senders()
-        ]
+        assert self._part is not None
+        copied = [(self._chosen._replace(shards=of), peer) for of, peer in self._part.copied]
         if lost := [each for each in copied if each[0] not in held]:
             self._start(self._copy_again, lost)
 
@@ -119,11 +130,15 @@ class LocalTier:
         self._lineage, self._has_begun = current, True
         self._store.forget(current)
 
-    def survivable(self, state: Any) -> copies.Survivable:
-        """Return which host losses a save of a state of this structure survives."""
+    def survivable(self, state: Any) -> str:
+        """Return which host losses a save of a state of this structure survives, in one line."""
         self._share_layout(pytree.leaves_of(state))
-        domains, neighbours = [peer.domain for peer in self._peers], self._config.neighbours
-        return copies.survivable(copies.holders(domains, self._shards, neighbours), domains)
+
+        def line() -> str:
+            held = copies.holders(self._domains, self._shards, self._config.neighbours)
+            return copies.survivable(held, self._domains).line()
+
+        return str(self._group.decide(line))
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Save the state of `step`; blocks only while this process's shards are copied."""
@@ -141,11 +156,11 @@ class LocalTier:
         self.wait()
         outcome, pieces = Outcome(step), []
         leaves = pytree.leaves_of(state)
-        self._share_layout(leaves)
+        part = self._share_layout(leaves)
         arrays = [pytree.plain(leaf) for leaf in leaves]
         described = pytree.describe(leaves, arrays)
         try:
-            pieces = to_host(leaves, arrays, self._copies) if self._writes() else []
+            pieces = to_host(leaves, arrays, self._copies) if part.writes else []
         except Exception as error:  # out of memory on this host
             self._copies.clear()
             outcome.error = one_line(error)
@@ -153,7 +168,7 @@ class LocalTier:
         complete = lambda: pytree.with_checksums(described, sums())
         document = lambda: json.dumps({"step": step, "meta": meta, "arrays": complete()})
         outcome.blocked_s = time.perf_counter() - begin
-        self._start(self._finish, outcome, begin, pieces, document)
+        self._start(self._finish, outcome, begin, part, pieces, document)
 
     def wait(self) -> None:
         """Wait for the current save, if any."""
@@ -178,22 +193,22 @@ class LocalTier:
         self,
         outcome: Outcome,
         begin: float,
+        part: Assignment,
         pieces: list[tuple[str, Any]],
         document: Callable[[], str],
     ) -> None:
         """Complete a save in the background; the outcome is the same on every process."""
         generation, step = self._lineage.generation, outcome.step
-        own = Save(generation, step, self._shards[self._me])
-        senders = self._senders()
-        taken = [Save(generation, step, self._shards[sender]) for sender in senders]
+        own = Save(generation, step, part.shards)
+        taken = [Save(generation, step, of) for of, _ in part.copied]
         try:
             with self._capture_error(outcome):
-                if self._writes() and not outcome.error:
+                if part.writes and not outcome.error:
                     outcome.num_bytes = self._store.write(own, pieces, document())
             self._barrier_or_raise(outcome)
             with self._capture_error(outcome):
-                for sender, save in zip(senders, taken, strict=True):
-                    self._fetch(save, sender)
+                for save, (_, peer) in zip(taken, part.copied, strict=True):
+                    self._fetch(save, peer)
                 if self._group.is_leader:
                     flush_appended()  # metrics.jsonl must have all earlier steps even after a kill
             self._barrier_or_raise(outcome)
@@ -217,10 +232,10 @@ class LocalTier:
         )
         self._thread.start()
 
-    def _copy_again(self, lost: list[tuple[Save, int]]) -> None:
-        for save, sender in lost:
+    def _copy_again(self, lost: list[tuple[Save, Peer]]) -> None:
+        for save, peer in lost:
             try:
-                self._fetch(save, sender)
+                self._fetch(save, peer)
             except (OSError, CheckpointError) as error:  # the next save retries it
                 self._events.log(f"a copy of local save {save.step} is missing: {one_line(error)}")
 
@@ -229,7 +244,7 @@ class LocalTier:
         try:
             yield
         except Exception as error:
-            who = f"process {self._me} on {self._peers[self._me].domain.host}"
+            who = f"process {self._me} on {self._host}"
             outcome.error = f"{one_line(error)} ({who})"
 
     def _barrier_or_raise(self, outcome: Outcome) -> None:
@@ -238,17 +253,24 @@ class LocalTier:
         ):
             raise CheckpointError(errors[0])
 
-    def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> None:
-        if not self._shards:
-            self._shards = self._group.decide_from(digest_of(leaves), lambda replies: replies)
+    def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> Assignment:
+        """Return this process's part; process 0 assigns the parts at the first call."""
+        if self._part is None:
+            own = digest_of(leaves)
+            self._shards = self._group.collect(own)
+            writes, copied = self._group.scatter(self._parts)
+            self._part = Assignment(own, writes, [(of, Peer(*peer)) for of, peer in copied])
+        return self._part
 
-    def _writes(self) -> bool:
-        return self._me in copies.writers([peer.domain for peer in self._peers], self._shards)
-
-    def _senders(self) -> list[int]:
-        domains = [peer.domain for peer in self._peers]
-        takers = copies.receivers(domains, self._shards, self._config.neighbours)
-        return [sender for sender, taking in takers.items() if self._me in taking]
+    def _parts(self) -> list[tuple[bool, list[tuple[str, Peer]]]]:
+        """Return of each process whether it writes its shards, and what it copies from whom."""
+        writers = copies.writers(self._domains, self._shards)
+        parts: list[tuple[bool, list[Any]]] = [(p in writers, []) for p in range(len(self._peers))]
+        takers = copies.receivers(self._domains, self._shards, self._config.neighbours)
+        for sender, taking in takers.items():
+            for process in taking:
+                parts[process][1].append((self._shards[sender], self._peers[sender]))
+        return parts
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -261,36 +283,37 @@ class LocalTier:
         self.wait()
         self._chosen = None
         needs = digest_of(pytree.leaves_of(target))
-        broken: set[tuple[int, Save]] = set()  # (process, damaged save on its disk)
+        broken: set[Save] = set()  # on this disk
         while True:
             has = [
                 save
                 for save in self._store.held()
                 if self._lineage.counts(save.generation, save.step)
-                and (self._me, save) not in broken
+                and save not in broken
                 and save[:2] not in self._rejected
             ]
-            (generation, step, sources, reason), first = self._group.decide_from(
-                [needs, has], lambda replies: self._choose_source(replies, at_least)
+            choose = functools.partial(
+                self._choose_sources, self._group.collect([needs, has]), at_least
             )
-            if not sources:
+            generation, step, reason, peer, is_first = self._group.scatter(choose)
+            if peer is None:
                 if reason:
                     self._events.log(f"{reason}: resuming from the run directory")
                 return None
-            save = Save(generation, step, needs)
+            save, source = Save(generation, step, needs), Peer(*peer)
             # If several processes share a disk and need the same shards, only one fetches.
-            problem = self._fetch_verified(save, sources[self._me]) if self._me in first else ""
+            problem = self._fetch_verified(save, source) if is_first else ""
             self._group.synchronize()
-            if self._me not in first:
+            if not is_first:
                 here = save in self._store.held()
-                problem = self._fetch_verified(save, self._me if here else sources[self._me])
-            problems = self._group.decide_from([problem, needs], list)
-            failed = [each for each in enumerate(problems) if each[1][0]]
-            for process, (problem, of) in failed:
-                source = sources[process]
-                broken.add((source, Save(generation, step, of)))
-                self._events.event("local_save_damaged", step=step, process=source, reason=problem)
-                where = f"process {source} on {self._peers[source].domain.host}"
+                own = source._replace(process=self._me)
+                problem = self._fetch_verified(save, own if here else source)
+            failed = self._group.decide_from([problem, source, needs], _with_problem)
+            for problem, (process, host, *_), of in failed:
+                if process == self._me:
+                    broken.add(Save(generation, step, of))
+                self._events.event("local_save_damaged", step=step, process=process, reason=problem)
+                where = f"process {process} on {host}"
                 self._events.log(f"local save of step {step}, copy of {where}, skipped: {problem}")
             if not failed:
                 self._chosen = save
@@ -326,14 +349,21 @@ class LocalTier:
         assert self._chosen is not None
         return dict(self._store.document(self._chosen)["arrays"])
 
-    def _choose_source(self, replies: list[Any], at_least: int) -> list[Any]:
-        domains, needs = [peer.domain for peer in self._peers], [needed for needed, _ in replies]
-        return [newest(replies, at_least), sorted(copies.writers(domains, needs))]
+    def _choose_sources(self, replies: list[Any], at_least: int) -> list[list[Any]]:
+        """Return generation, step, why there is none, source, and whether to fetch, by process."""
+        generation, step, sources, reason = newest(replies, at_least)
+        if not sources:
+            return [[generation, step, reason, None, False] for _ in replies]
+        first = copies.writers(self._domains, [needed for needed, _ in replies])
+        return [
+            [generation, step, "", self._peers[source], process in first]
+            for process, source in enumerate(sources)
+        ]
 
-    def _fetch_verified(self, save: Save, source: int) -> str:
+    def _fetch_verified(self, save: Save, source: Peer) -> str:
         """Verify this process's shards, fetching them if needed; return "" or the error."""
         problem = ""
-        if source == self._me:
+        if source.process == self._me:
             problem = self._store.problem(save)
         else:
             try:
@@ -344,8 +374,7 @@ class LocalTier:
             self._store.delete([save])
         return problem
 
-    def _fetch(self, save: Save, source: int) -> None:
-        peer = self._peers[source]
+    def _fetch(self, save: Save, peer: Peer) -> None:
         with connected(peer.address, peer.port, self._secret) as client:
             self._store.take(save, client.read)
 
@@ -355,8 +384,9 @@ class LocalTier:
         stored = lineage.read(self._directory)
         return stored.run, stored.resumed_from, secrets.token_hex(32)
 
-    def _open(self) -> list[Peer]:
+    def _open(self) -> None:
         domain = copies.failure_domain_of(os.environ, socket.gethostname())
+        self._host = domain.host
         path = os.path.expandvars(self._config.local_dir)
         self._store = LocalStore(locate(path).absolute() / self._lineage.run)
         problem, address, port = "", "", 0
@@ -373,19 +403,19 @@ class LocalTier:
                 f"checkpoint.local_dir={path} cannot be used on {domain.host} "
                 f"({error.strerror or error}). Name a directory on a disk that each host has."
             )
-        replies = self._group.decide_from(
-            [domain.rack, domain.host, address, port, problem], _checked
-        )
-        return [
-            Peer(FailureDomain(rack, host), address, port)
-            for rack, host, address, port, _ in replies
-        ]
+
+        def check(replies: list[list[Any]]) -> None:
+            if problems := list(dict.fromkeys(text for *_, text in replies if text)):
+                raise ConfigError(problems)
+            for process, (rack, host, *at, _) in enumerate(replies):
+                self._domains.append(FailureDomain(rack, host))
+                self._peers.append(Peer(process, host, *at))
+
+        self._group.decide_from([domain.rack, domain.host, address, port, problem], check)
 
 
-def _checked(replies: list[list[Any]]) -> list[list[Any]]:
-    if problems := list(dict.fromkeys(text for *_, text in replies if text)):
-        raise ConfigError(problems)
-    return replies
+def _with_problem(replies: list[list[Any]]) -> list[list[Any]]:
+    return [reply for reply in replies if reply[0]]
 
 
 def name_of(leaf: int, piece: int) -> str:

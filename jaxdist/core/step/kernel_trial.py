@@ -23,7 +23,7 @@ from jaxdist.core.step_plan import StepPlan, request_of
 from jaxdist.core.types import Model
 from jaxdist.settings import ConfigError
 
-Agree: TypeAlias = Callable[[str, str], list[str]]
+Agree: TypeAlias = Callable[[str, str, Callable[[list[str]], str]], str]
 
 
 def check_kernel(
@@ -32,7 +32,7 @@ def check_kernel(
     """Compare cuDNN's kernel with the reference on the shapes of a plan; collective.
 
     Returns None if the kernel is not used, or if the devices are only described. `agree` maps
-    (name, text of this process) to the texts of all processes.
+    (name, text of this process, decision) to the decision about the texts of all processes.
     """
     shapes = shapes_of(model, layout, plan, config)
     exchange, call = plan.exchange, model.attention_call
@@ -64,9 +64,10 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelChe
     check = KernelCheck(errors={}, rejection_reason="", use=use)
     if own:
         check = trials.try_kernel(use, shapes, own[0])
-    rejections = [text for text in agree(f"{use}_attention", check.rejection_reason) if text]
-    if rejections and not check.rejection_reason:
-        reason = f"in another process {rejections[0]}"
+    first = lambda texts: next(filter(None, texts), "")
+    rejection = agree(f"{use}_attention", check.rejection_reason, first)
+    if rejection and not check.rejection_reason:
+        reason = f"in another process {rejection}"
         return KernelCheck(errors={}, rejection_reason=reason, use=use)
     return check
 

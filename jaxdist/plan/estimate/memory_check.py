@@ -128,20 +128,19 @@ class Budget:
     def fit(
         self,
         compile_with: Callable[[Budget], Any],
-        agree: Callable[[str, Any], list[Any]] = coordination.gather,
+        agree: Callable[..., Any] = coordination.decide_from,
     ) -> None:
         """Compile the step; if it needs too much memory, try remat policies that save less.
 
         Only remat "auto" is changed, at most twice. `compile_with` compiles the step of a budget
-        and returns its `memory_analysis()`. `agree` gathers a value from every process, so that all
-        use the same policy. Raises `ConfigError` if the step needs more than the allocator may use.
-
+        and returns its `memory_analysis()`. `agree` decides from the values of all processes, so
+        that all use the same policy. Raises `ConfigError` if the step needs more than the allocator
+        may use.
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):
             own = [executable_bytes(compile_with(budget)), budget.limit_bytes]
-            everyone = agree("compiled_memory", own)
-            needed, limit = max(one[0] for one in everyone), min(one[1] for one in everyone)
+            needed, limit = agree("compiled_memory", own, _extremes)
             if needed <= limit:
                 return
             # Target of the estimate, if its relative error stays the same.
@@ -176,6 +175,11 @@ class Budget:
             "It fits no mesh of these GPUs. Run `jaxdist plan` to find how many it needs, or use a "
             "smaller model or shorter rows."
         )
+
+
+def _extremes(everyone: list[list[int]]) -> list[int]:
+    """Return the most bytes needed and the smallest limit of all processes."""
+    return [max(needed for needed, _ in everyone), min(limit for _, limit in everyone)]
 
 
 def executable_bytes(stats: Any) -> int:

@@ -1,8 +1,10 @@
 """Silent data corruption (SDC): copies of one value must have the same bits on all devices.
 
 Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its shard of
-every state array that is replicated over the data axes. The hashes, 4 bytes each, are
-gathered and compared on the host one step later. A single wrong bit always changes a hash. With
+every state array that is replicated over the data axes. An all-reduce compares the hashes, 4 bytes
+each, and the host reads the result one step later. A single wrong bit always changes a hash. Only
+if hashes differ are those of all devices gathered, so that a check costs the same in jobs of any
+size. With
 three or more copies the majority identifies the wrong device. With two, both are named. Arrays that
 are sharded over all data axes have no second copy: only the checksums of checkpoints cover them.
 
@@ -13,6 +15,7 @@ axes, so two healthy devices may round differently.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +75,8 @@ class SdcCheck:
         self._axes: list[tuple[str, ...]] = []
         self._leaf_indices: list[int] = []
         self._hash: Any = None
-        self._pending: tuple[int, Array] | None = None
+        self._gather: Any = None
+        self._pending: tuple[int, Array, Array] | None = None
         self._good = 0
         self._rollbacks = 0
 
@@ -87,18 +91,18 @@ class SdcCheck:
             self._make(state)
         if self._names:
             leaves = jax.tree.leaves(state)
-            self._pending = step, self._hash([leaves[index] for index in self._leaf_indices])
+            self._pending = step, *self._hash([leaves[index] for index in self._leaf_indices])
 
     def result(self) -> Mismatch | None:
         """Wait for the last started check; None if replicas agree or none was started."""
         if self._pending is None:
             return None
-        step, hashes = self._pending
+        step, hashes, differ = self._pending
         self._pending = None
-        mismatch = self._compare(step, np.asarray(jax.device_get(hashes)))
-        if mismatch is None:
+        if not jax.device_get(differ):
             self._good = step
-        return mismatch
+            return None
+        return self._compare(step, np.asarray(jax.device_get(self._gather(hashes))))
 
     def may_roll_back(self) -> bool:
         """Return whether the run rolls back after a mismatch; otherwise it ends."""
@@ -119,17 +123,25 @@ class SdcCheck:
                 self._names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
                 self._axes.append(axes)
                 specs.append(leaf.sharding.spec)
-        mesh = self.layout.mesh
+        mesh, own = self.layout.mesh, P(tuple(self.layout.mesh.axis_names))
 
-        def local(*parts: Array) -> Array:
+        def local(*parts: Array) -> tuple[Array, Array]:
+            """Return hashes [1, num_arrays] of parts [...], and whether any copies differ []."""
             sums = jnp.stack([checksum(part) for part in parts])
-            return collectives.all_gather(sums[None], tuple(mesh.axis_names))
+            differ = jnp.zeros((), bool)
+            for axes in sorted(set(self._axes)):
+                some = sums[np.flatnonzero([one == axes for one in self._axes])]
+                # Both extremes in one all-reduce: the minimum of x is ~maximum(~x).
+                most, least = jax.lax.pmax(jnp.stack([some, ~some]), axes)
+                differ |= (most != ~least).any()
+            return sums[None], jax.lax.pmax(differ.astype(jnp.int32), own[0])
 
-        # The gathered table is equal on all devices, which jax cannot infer.
-        gathered = jax.shard_map(
-            local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
-        )
-        self._hash = jax.jit(lambda chosen: gathered(*map(_data, chosen)))
+        # These values are equal on all devices, which jax cannot infer.
+        make = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        compared = make(local, in_specs=tuple(specs), out_specs=(own, P()))
+        self._hash = jax.jit(lambda chosen: compared(*map(_data, chosen)))
+        gather = lambda sums: collectives.all_gather(sums, own[0])
+        self._gather = jax.jit(make(gather, in_specs=own, out_specs=P()))
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
         """Return the data axes over which a leaf is replicated; () if it cannot be hashed."""

@@ -7,7 +7,7 @@ after the failure of a process, and could not run in a background thread.
 | module | offers |
 |---|---|
 | `service` | `put`, `get`, `published`: values by key; process id; the agreed stop step |
-| `group` | `Group`: process 0 decides, all get its result or its error; `gather`, `scatter` |
+| `group` | `Group`: process 0 decides, all get its result or its error; `collect`, `scatter` |
 | `barrier` | `Barrier`: a barrier that any process can abort |
 | `failure_broadcast` | `announce_failure`: end all processes when one fails, with the cause |
 | `transfer` | `FileServer`, `FileClient`: copy files between the disks of hosts |
@@ -17,7 +17,7 @@ Other channels: before joining (`runtime.rendezvous`), files (`transfer`), signa
 (`failure_broadcast`), and files of launchers, which outlive process 0 (`tools.launch.rendezvous`).
 """
 
-from jaxdist.runtime.coordination.group import Group, decide, decide_from, gather
+from jaxdist.runtime.coordination.group import Group, collect, decide, decide_from, scatter
 from jaxdist.runtime.coordination.service import (
     own_address,
     process_id_and_count,

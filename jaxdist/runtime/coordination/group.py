@@ -89,13 +89,14 @@ class Group:
         service.put(f"{key}/{self.process_id}", value)
         return self._decided(lambda: None, _LEADER_S)  # process 0 runs it
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all processes, by process id, in every process.
+    def collect(self, value: Any) -> list[Any]:
+        """Return the JSON values of all processes, by process id, in process 0, and [] elsewhere.
 
-        The result grows with the job, and so do the bytes that each process reads. If only process
-        0 needs the values, use `decide_from`.
+        It is a barrier. No process but 0 receives bytes that grow with the job.
         """
-        return self.decide_from(value, list)
+        everyone: list[Any] = []
+        self.decide_from(value, everyone.extend)
+        return everyone
 
     def synchronize(self) -> None:
         """Return when every process has called this."""
@@ -188,9 +189,18 @@ def decide_from(
     return group.decide_from(value, decision)
 
 
-def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """Call `Group.gather` on the job's group for `topic`, as `decide` does."""
-    return decide_from(topic, value, list, timeout_s)
+def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
+    """Call `Group.collect` on the job's group for `topic`, as `decide` does."""
+    if not service.is_joined():
+        return [value]
+    group = _group(topic)
+    group.timeout_s = timeout_s
+    return group.collect(value)
+
+
+def scatter(topic: str, decision: Callable[[], Sequence[Any]]) -> Any:
+    """Call `Group.scatter` on the job's group for `topic`, as `decide` does."""
+    return _group(topic).scatter(decision) if service.is_joined() else decision()[0]
 
 
 def _group(topic: str) -> Group:

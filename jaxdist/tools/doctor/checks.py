@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,18 @@ def run(config: DoctorConfig) -> int:
         local.append(_join_failure(failure))
         return report(findings.merge([(name, local)]), config, num_processes=1)
     plain = [dataclasses.asdict(finding) for finding in local]
-    everyone = _gather("findings", {"host": name, "findings": plain}, config)
+    everyone = _collect("findings", {"host": name, "findings": plain}, config)
     hosts = [one["host"] for one in everyone]
-    lists = [[Finding(**finding) for finding in one["findings"]] for one in everyone]
     # 3. All processes together; process 0 reports.
-    lists[0] = [*lists[0], *examine_job(config, job, hosts)]
-    reported = findings.merge(list(zip(hosts, lists, strict=True)))
-    code = report(reported, config, num_processes=job.num_processes, quiet=not job.is_main)
-    return runtime.Agreed(code)
+    together = examine_job(config, job, hosts)
+
+    def finish() -> int:
+        lists = [[Finding(**finding) for finding in one["findings"]] for one in everyone]
+        lists[0] += together
+        reported = findings.merge(list(zip(hosts, lists, strict=True)))
+        return report(reported, config, num_processes=job.num_processes)
+
+    return runtime.Agreed(coordination.decide("doctor/report", finish))
 
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
@@ -133,7 +137,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
 
 
 def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    """Return findings of all processes together; collective."""
+    """Return findings of all processes together in process 0, where `hosts` are; collective."""
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
     results = [
         ok(
@@ -144,8 +148,8 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
     ]
     if job.num_processes > 1:
         packages = versions() | nvidia_versions() | {"code": code_digest()}
-        everyone = _gather("software", packages, config)
-        results += host.compare(list(zip(hosts, everyone, strict=True)))
+        compare = lambda everyone: host.compare(list(zip(hosts, everyone, strict=True)))
+        results += _check("software", packages, config, compare)
         results += _network(config, job, hosts)
         results += _shared_directory(config, job, hosts)
     spec, mesh_findings = _mesh(config, job)
@@ -155,22 +159,31 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
 def _network(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
     plan = runtime.resolve(os.environ, config.runtime)
     listener = processes.Listener(plan.coordinator_address.rpartition(":")[0])
-    addresses = [(host, port) for host, port in _gather("addresses", listener.address, config)]
-    visits = _gather("visits", processes.visit(addresses, job.process_id), config)
+    addresses = _collect("addresses", listener.address, config)
+    own_peers = lambda process: processes.peers(process, len(addresses))
+    to_visit = lambda: [{i: addresses[i] for i in own_peers(p)} for p in range(len(addresses))]
+    to_me = coordination.scatter("doctor/peers", to_visit)
+    visited = processes.visit({int(i): (host, port) for i, (host, port) in to_me.items()})
+    # Ends when all have visited this process.
+    results = _check("visits", visited, config, lambda all: processes.check_visits(all, hosts))
     listener.close()
-    return processes.check_visits(visits, hosts)
+    return results
 
 
 def _shared_directory(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    directory = config.directory
-    nonce = _gather("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
-    own = processes.Token(directory, nonce, job.process_id)
-    failures = _gather("wrote", own.write(), config)
-    failed = {i: why for i, why in enumerate(failures) if why}
-    writers = [i for i in range(job.num_processes) if i not in failed]
-    views = _gather("read", processes.read_tokens(directory, nonce, writers), config)
+    directory, own_id = config.directory, job.process_id
+    nonce = coordination.decide("doctor/nonce", lambda: f"{os.getpid():x}{os.urandom(4).hex()}")
+    own = processes.Token(directory, nonce, own_id)
+    failures = _collect("wrote", own.write(), config)
+    view = processes.read_tokens(directory, nonce, processes.watched(own_id, job.num_processes))
+
+    def check(everyone: list[Any]) -> list[Finding]:
+        failed = {i: why for i, why in enumerate(failures) if why}
+        return processes.check_views(dict(enumerate(everyone)), hosts, directory, failed)
+
+    results = _check("read", view, config, check)
     own.delete()
-    return processes.check_views(dict(enumerate(views)), hosts, directory, failed)
+    return results
 
 
 def _mesh(config: DoctorConfig, job: JoinedJob) -> tuple[MeshSpec, list[Finding]]:
@@ -193,32 +206,47 @@ def _compute(
 ) -> list[Finding]:
     on_cpu = job.platform == "cpu"
     products = devices.compute(job.local_devices, 128 if on_cpu else 8192)
-    results = devices.check_compute(_gather("compute", products, config), hosts, simulated=on_cpu)
+    check = lambda all: devices.check_compute(all, hosts, simulated=on_cpu)
+    results = _check("compute", products, config, check)
     first = job.local_devices[0]
     if not on_cpu:
-        wrong = _gather("operations", wrong_operations(first), config)
-        results += devices.check_operations(wrong, hosts)
+        wrong = wrong_operations(first)
+        check = lambda all: devices.check_operations(all, hosts)
+        results += _check("operations", wrong, config, check)
     if counts := devices.row_counts_that_change_bits(first):
         text = f"the bits of a product's row depend on the number of rows (here {counts}, not 1)"
         results.append(note("devices", text))
     mesh = spec.build(jax.devices())
     num_bytes = (config.allreduce_mib or (1 if on_cpu else 256)) << 20
-    timed = _gather("axes", devices.time_axes(mesh, num_bytes), config)
-    for axis, groups in devices.groups_of(mesh, timed).items():
-        results += devices.check_axis(
-            axis,
-            groups,
-            num_bytes=num_bytes,
-            hosts=hosts,
-            simulated=on_cpu,
-            device_kind=job.devices[0].kind,
-            moves=by_name()[axis].moves,
-        )
-    return results
+
+    def check_axes(everyone: list[Any]) -> list[Finding]:
+        return [
+            finding
+            for axis, groups in devices.groups_of(mesh, everyone).items()
+            for finding in devices.check_axis(
+                axis,
+                groups,
+                num_bytes=num_bytes,
+                hosts=hosts,
+                simulated=on_cpu,
+                device_kind=job.devices[0].kind,
+                moves=by_name()[axis].moves,
+            )
+        ]
+
+    return results + _check("axes", devices.time_axes(mesh, num_bytes), config, check_axes)
 
 
-def _gather(topic: str, value: Any, config: DoctorConfig) -> list[Any]:
-    everyone = coordination.gather(f"doctor/{topic}", value, config.wait_s)
+def _check(
+    topic: str, value: Any, config: DoctorConfig, check: Callable[[list[Any]], list[Finding]]
+) -> list[Finding]:
+    """Return the findings of `check` about the values of all processes in process 0, else []."""
+    everyone = _collect(topic, value, config)
+    return check(everyone) if everyone else []
+
+
+def _collect(topic: str, value: Any, config: DoctorConfig) -> list[Any]:
+    everyone = coordination.collect(f"doctor/{topic}", value, config.wait_s)
     return [json.loads(json.dumps(one)) for one in everyone]
 
 
@@ -230,12 +258,10 @@ def _join_failure(failure: Exception) -> Finding:
     return error("job", "; ".join(lines)[:600], fix)
 
 
-def report(
-    reported: list[Reported], config: DoctorConfig, *, num_processes: int, quiet: bool = False
-) -> int:
-    """Print the report unless `quiet`; return the exit code."""
-    if not quiet and config.json:
+def report(reported: list[Reported], config: DoctorConfig, *, num_processes: int) -> int:
+    """Print the report; return the exit code."""
+    if config.json:
         print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
-    elif not quiet:
+    else:
         print(findings.text_of(reported, num_processes=num_processes))
     return findings.exit_code(reported, strict=config.strict)

@@ -202,11 +202,16 @@ def groups_of(
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):
         positions[device.id] = (device.process_index, num_seen[device.process_index])
         num_seen[device.process_index] += 1
+    measured: dict[tuple[str, str], list[Sequence[Any]]] = {}
+    for one in everyone:
+        for axis, by_index in one.items():
+            for index, result in by_index.items():
+                measured.setdefault((axis, index), []).append(result)
     groups: dict[str, list[DeviceGroup]] = {}
     for axis, rows in _rows(mesh):
         groups[axis] = []
-        for index, members in enumerate(rows):
-            times = [one[axis][str(index)] for one in everyone if str(index) in one.get(axis, {})]
+        for number, members in enumerate(rows):
+            times = measured[axis, str(number)]
             groups[axis].append(
                 DeviceGroup(
                     tuple(positions[device.id] for device in members),
