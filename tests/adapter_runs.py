@@ -58,7 +58,10 @@ def peft_tensors(config, params) -> dict[str, np.ndarray]:
         own = (name for name in flat if name.startswith(f"{module.array}/"))
         adapter = {name.rpartition("/")[2]: np.asarray(flat[name][module.layer]) for name in own}
         tensors |= module.to_peft(adapter)
-    return tensors
+    tables = peft_format.token_tables(config.model, config.lora)
+    return tensors | {
+        peft_format.rows_name(module): np.asarray(flat[array]) for array, module in tables.items()
+    }
 
 
 def batches():
@@ -78,7 +81,8 @@ def train(config, steps=STEPS):
     parts = assemble(config, jax.devices()[:number])
     state, losses = parts.init_state(), []
     # B starts at zero, and then neither a wrong A nor a wrong base would show.
-    moved = lambda path, x: x + 0.02 * noise(path, x) if named(path).endswith("/b") else x
+    is_moved = lambda path: named(path).endswith(("/b", "/rows"))
+    moved = lambda path, x: x + 0.02 * noise(path, x) if is_moved(path) else x
     params = jax.tree_util.tree_map_with_path(moved, parts.in_model_order(state.params))
     before = jax.tree.map(lambda x: np.array(x, copy=True), params)  # the step donates them
     state = dataclasses.replace(state, params=parts.in_execution_order(params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+?))?")
+_PUSH = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main")
 _FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -32,6 +34,9 @@ class Hub:
         fail_after: number of files after which no request is answered; None = all are.
         num_bytes: bytes of content that were requested.
         sent: name of each file whose content was requested, with the first byte if it is not 0.
+        writers: token -> the organization whose repositories it may write.
+        private: repositories that were created as private.
+        root: folder for the files of commits that are pushed.
     """
 
     address: str = ""
@@ -43,6 +48,9 @@ class Hub:
     fail_after: int | None = None
     num_bytes: int = 0
     sent: list[str] = dataclasses.field(default_factory=list)
+    writers: dict[str, str] = dataclasses.field(default_factory=dict)
+    private: set[str] = dataclasses.field(default_factory=set)
+    root: Path | None = None
     forget: Callable[[], None] = lambda: None
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -71,6 +79,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer(has_body=True)
+
+    def do_POST(self) -> None:
+        """Create a repository, or add a commit to its main branch."""
+        path = self.path.partition("?")[0]
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        own = self.hub.writers.get(token)
+        if path == "/api/validate-yaml":
+            return self.reply(200, {}, b'{"errors": [], "warnings": []}')
+        if own is None:
+            return self.reply(401, {}, b'{"error": "bad token"}')
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            if asked["organization"] != own:
+                return self.reply(403, {}, b'{"error": "not yours"}')
+            repo = f"{own}/{asked['name']}"
+            self.hub.private |= {repo} if asked["visibility"] == "private" else set()
+            return self.reply(200, {}, json.dumps({"url": f"{self.hub.address}/{repo}"}).encode())
+        repo, what = _PUSH.fullmatch(path).groups()
+        if what == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]
+            return self.reply(200, {}, json.dumps({"files": modes}).encode())
+        commit = hashlib.sha1(body).hexdigest()
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                file = self.hub.root / commit / line["value"]["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(base64.b64decode(line["value"]["content"]))
+        self.hub.store("models", repo, self.hub.root / commit, commit)
+        url = f"{self.hub.address}/{repo}/commit/{commit}"
+        self.reply(200, {}, json.dumps({"commitOid": commit, "commitUrl": url}).encode())
 
     def answer(self, has_body: bool) -> None:
         if self.hub.is_down or len(self.hub.sent) >= (self.hub.fail_after or 1 << 30):

@@ -5,11 +5,14 @@ import functools
 import itertools
 import math
 import re
+import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_runs import (
+    RATE,
     ROWS,
     SEQ,
     VOCAB,
@@ -27,8 +30,10 @@ from refusals import refused
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.types import Context
 from jaxdist.core.weights import frozen
-from jaxdist.models.adapters import LoraConfig, LoraWeight, merge, num_trained
+from jaxdist.models.adapted_weights import LoraWeight, keep_mask, with_dropout
+from jaxdist.models.adapters import LoraConfig, merge, num_trained
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
@@ -60,9 +65,12 @@ def config_of(path, mesh="dp=1", microbatches=0, virtual=1, **lora) -> RunConfig
 
 CASES = {
     "llama2": dict(
-        targets=["attention", "mlp"], ranks=["q_proj=8", "down_proj=2"], variant="rslora"
+        targets=["attention", "mlp"],
+        ranks=["q_proj=8", "down_proj=2"],
+        variant="rslora",
+        token_ids=[7, 95, 2],
     ),
-    "gpt2": dict(targets=["attention", "mlp"], variant="dora"),
+    "gpt2": dict(targets=["attention", "mlp"], variant="dora", token_ids=[95, 3]),
     "qwen2": dict(targets=["q_proj", "v_proj", "gate_proj"]),
 }
 
@@ -97,11 +105,14 @@ MESHES = {
 }
 
 
+MESH_LORA = dict(ranks=["v_proj=3"], token_ids=[90, 3])  # on both devices of tp=2
+
+
 @pytest.fixture(scope="module")
 def alone(base_of):
     """Return a function: variant -> losses on one device."""
     return functools.cache(
-        lambda variant: train(config_of(base_of("mesh"), ranks=["v_proj=3"], variant=variant))[0]
+        lambda variant: train(config_of(base_of("mesh"), **MESH_LORA, variant=variant))[0]
     )
 
 
@@ -118,7 +129,7 @@ def alone(base_of):
 )
 def test_a_mesh_trains_the_same_adapters_as_one_device(base_of, alone, mesh, variant):
     options = MESHES[mesh]
-    config = config_of(base_of("mesh"), mesh, ranks=["v_proj=3"], variant=variant, **options)
+    config = config_of(base_of("mesh"), mesh, **MESH_LORA, variant=variant, **options)
     losses, parts, before, after = train(config)
     np.testing.assert_allclose(losses[0], alone(variant)[0], rtol=1e-6)
     np.testing.assert_allclose(losses, alone(variant), rtol=2e-5)
@@ -237,3 +248,77 @@ def test_peft_settings_that_are_not_supported_are_reported(base_of):
     with refused("use_dora", "use_rslora"):
         both = {**good, "use_dora": True, "use_rslora": True}
         peft_format.read_config(both, config.model, "dir")
+
+
+def test_kept_inputs_are_random_and_belong_to_their_indices():
+    numbers = jnp.arange
+    mask = np.asarray(keep_mask(jax.random.key(3), 0.3, numbers(8), numbers(64), numbers(96)))
+    deviation = math.sqrt(0.3 * 0.7)
+    assert abs(mask.mean() - 0.7) < 4 * deviation / math.sqrt(mask.size)
+    for dim, size in enumerate(mask.shape):  # no row, position or input is dropped more often
+        others = tuple(i for i in range(3) if i != dim)
+        bound = 5 * deviation / math.sqrt(mask.size / size)
+        assert np.abs(mask.mean(others) - 0.7).max() < bound
+    other = np.asarray(keep_mask(jax.random.key(4), 0.3, numbers(8), numbers(64), numbers(96)))
+    shifted = (np.roll(mask, 1, dim) for dim in range(3))
+    for pair in (other, *shifted):  # independent masks agree in 0.7² + 0.3² of the elements
+        assert abs((mask == pair).mean() - 0.58) < 0.01
+    part = keep_mask(jax.random.key(3), 0.3, numbers(2, 6), numbers(9, 40), numbers(48, 96))
+    np.testing.assert_array_equal(part, mask[2:6, 9:40, 48:])
+
+
+DROPPING = {"dropout": 0.3, "ranks": ["v_proj=3"]}
+DROPOUT_MESHES = ["cp=2,tp=2", "fsdp=2,tp=2", "pp=2,cp=2", "dp=2", "pp=2,tp=2"]
+
+
+DROPOUT_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def dropping_alone(base_of):
+    return train(config_of(base_of("mesh"), **DROPPING), steps=DROPOUT_STEPS)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        DROPOUT_MESHES[0],
+        *(pytest.param(mesh, marks=pytest.mark.product) for mesh in DROPOUT_MESHES[1:]),
+    ],
+)
+def test_every_mesh_drops_the_same_inputs(base_of, dropping_alone, mesh):
+    options = {"microbatches": 2} if "pp" in mesh else {}
+    config = config_of(base_of("mesh"), mesh, **DROPPING, **options)
+    losses, _, _, after = train(config, steps=DROPOUT_STEPS)
+    expected, _, _, alone = dropping_alone
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    # B has gradients of the dropped inputs from the first step on.
+    close = lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2 * DROPOUT_STEPS * RATE)
+    jax.tree.map(close, after, alone)
+
+
+def test_dropout_equals_masks_in_a_second_implementation(base_of):
+    """The step's loss is that of the masks, applied with NumPy; evaluation drops nothing."""
+    config = config_of(base_of("llama2"), dropout=0.5, targets=["q_proj", "down_proj"])
+    plain = dataclasses.replace(config, lora=dataclasses.replace(config.lora, dropout=0.0))
+    (losses, parts, before, _), (without, _, _, _) = (train(c, steps=1) for c in (config, plain))
+    assert abs(losses[0] / without[0] - 1) > 1e-4
+    batch = place_batch(next(batches()), parts.step.batch_sharding)
+    sums = parts.step.evaluate(before, batch)
+    assert float(sums["loss"] / sums["weight"]) == pytest.approx(without[0], rel=1e-6)
+
+    # y = x·W + (alpha / rank)·(mask·x / 0.5)·A·B of one product
+    weight = jax.tree.map(lambda x: x[0], before["layers"]["mlp"]["down"])
+    x = np.random.default_rng(0).standard_normal((2, 3, weight.base.shape[0])).astype(np.float32)
+    key = jax.random.key(9)
+    dims = "batch seq mlp, mlp d_model -> batch seq d_model"
+    block = lambda params, x, aux, context: context.dot(dims, x, params)
+    context = Context(dropout_key=key)
+    aux = {"rows": jnp.array([4, 1])}
+    ours = with_dropout(block, 0.5)(weight, jnp.asarray(x), aux, context)
+    own = jax.random.fold_in(key, zlib.crc32(b"down_proj") & 0x7FFFFFFF)
+    mask = keep_mask(own, 0.5, jnp.array([4, 1]), jnp.arange(3), jnp.arange(x.shape[-1]))
+    adapter = {name: np.asarray(values) for name, values in weight.adapters["down_proj"].items()}
+    dropped = np.asarray(mask) * x * 2
+    expected = x @ np.asarray(weight.base) + 2.0 * dropped @ adapter["a"] @ adapter["b"]
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

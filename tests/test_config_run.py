@@ -102,6 +102,7 @@ PUBLISHED_NUM_PARAMS = {
     "llama3_8b_128k": 8_030_261_248,
     "llama3_8b_1m": 8_030_261_248,
     "llama3_8b_one_gpu": 8_030_261_248,
+    "llama3_8b_full": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_70b_128k": 70_553_706_496,
     "llama3_70b_pipeline": 70_553_706_496,
@@ -291,7 +292,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 NUM_SETTINGS = {
     "": 10,
     "model": 40,  # seven of experts
-    "lora": 6,
+    "lora": 8,
     "mesh": 4,
     "pipeline": 3,  # layers_per_stage: stages of unequal depth
     "train": 10,  # epochs: the length in passes over the data

@@ -16,6 +16,7 @@ GPUS = {
     "mixtral_8x7b": "h100:32",
     "qwen3_235b_a22b": "h100:256",
     "llama3_8b": "h100:8",
+    "llama3_8b_full": "h100:8",
     "llama3_70b": "h100:128",
     "llama3_405b": "h100:512",
 }

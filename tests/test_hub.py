@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
-from hub_server import local_hub
+from hub_server import hub_in_use, local_hub
 from huggingface_hub import constants
 from refusals import refused
 
@@ -203,3 +203,37 @@ def test_only_needed_files_are_fetched_and_weights_last(cache, model, monkeypatc
             read_run(["--init-from=org/tinny"], command="jaxdist.train")
         with refused("init_from='org/tiny@v9'", address, "no revision 'v9'"):
             read_run(["--init-from=org/tiny@v9"], command="jaxdist.train")
+
+
+def test_an_export_is_pushed_to_a_private_repository(model, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    assert convert(["from-hf", str(model), str(run)]) == 0
+    with hub_in_use(tmp_path, monkeypatch) as server:
+        server.root, server.writers = tmp_path / "commits", {"hf_own": "team", "hf_other": "they"}
+        words = lambda out, name: ["to-hf", str(run), str(tmp_path / out), "--push", name]
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        for token, name, parts in (
+            ("", "team/tuned", ["HF_TOKEN", "hf auth login"]),
+            ("hf_bad", "team/tuned", ["HTTP 401", "Nothing was written"]),
+            ("hf_other", "team/tuned", ["HTTP 403", "'team/tuned'"]),
+            ("hf_own", "tuned", ["--push 'tuned'", "ORG/NAME"]),
+        ):
+            monkeypatch.setenv("HF_TOKEN", token)
+            with refused(*parts):
+                convert(words("no", name))
+            assert not (tmp_path / "no").exists() and not server.folders
+        monkeypatch.setenv("HF_TOKEN", "hf_own")
+        assert convert(words("out", "team/tuned")) == 0
+        assert server.private == {"team/tuned"}
+        (pushed,) = server.folders.values()
+        files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+        assert {"README.md", "config.json", "tokenizer.json", "model.safetensors"} <= files.keys()
+        assert {file.name: file.read_bytes() for file in pushed.iterdir()} == files
+        assert convert(["from-hf", "team/tuned", str(tmp_path / "again")]) == 0
+
+        upload = "huggingface_hub.HfApi.upload_folder"
+        monkeypatch.setattr(upload, lambda *_, **__: (_ for _ in ()).throw(OSError("cut off")))
+        with refused("cut off", "is complete", "hf upload team/tuned"):
+            convert(words("second", "team/tuned"))
+        assert (tmp_path / "second" / "config.json").exists()

@@ -212,6 +212,7 @@ OTHER_FILES = {
     "generate.py": "the user's file of prompts",
     "tools/compiler.py": "dumps of XLA, in a temporary folder",
     "tools/convert/consolidate.py": "makes the folder of weights that the user named",
+    "tools/convert/add_tokens.py": "writes a model directory of Hugging Face",
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
     "tools/convert/to_peft.py": "writes a directory of PEFT",
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",

@@ -18,7 +18,7 @@ from jaxdist.checkpoint.streaming_io import CheckpointWriter, StoredArrays
 from jaxdist.core.state import TrainState
 from jaxdist.core.types import Dims
 from jaxdist.models import example
-from jaxdist.models.adapters import LoraWeight
+from jaxdist.models.adapted_weights import LoraWeight
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.models.huggingface import safetensors
 from jaxdist.run.gradient_checks import without_gradient

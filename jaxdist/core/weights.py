@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -117,10 +116,9 @@ ADAPTED = "adapted"
 """Name of the sum of several products, which remat saves instead of each product."""
 
 
-class CompositeWeight(abc.ABC):
-    """A weight stored in several arrays, for `Context.dot`; subclasses are pytrees."""
+class CompositeWeight:
+    """A weight stored in several arrays, e.g. for `Context.dot`; subclasses are pytrees."""
 
-    @abc.abstractmethod
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
@@ -128,6 +126,7 @@ class CompositeWeight(abc.ABC):
 
         `sum_over` is `Context.sum`, for values computed from the weight's shards.
         """
+        raise TypeError(f"{type(self).__name__} is not a factor of products in Context.dot")
 
     def __getitem__(self, index: Any) -> CompositeWeight:
         """Return itself: Flax reads the value of a parameter as `param[...]`."""

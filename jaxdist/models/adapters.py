@@ -12,16 +12,22 @@ import dataclasses
 import difflib
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.block_weights import BLOCK, BlockLayout, BlockWeight
 from jaxdist.core.types import Array, Dims, Model, Params
-from jaxdist.core.weights import ADAPTED, CompositeWeight, Parameter, SumOver, base_of
+from jaxdist.core.weights import CompositeWeight, Parameter, base_of
+from jaxdist.models.adapted_weights import (
+    AdaptedWeight,
+    Adapter,
+    LoraWeight,
+    TokenRows,
+    with_dropout,
+)
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 from jaxdist.settings import setting
@@ -52,6 +58,9 @@ class LoraConfig:
 
     rank: int = setting(0, "rank of the adapters; 0 = train the weights themselves", ge=0, le=4096)
     alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", gt=0)
+    dropout: float = setting(
+        0.0, "dropout rate of the inputs of adapters, each with its own mask", ge=0, lt=1
+    )
     targets: list[str] = setting(
         ["attention", "mlp"],
         "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
@@ -63,6 +72,11 @@ class LoraConfig:
         "the norm of each output's weights",
     )
     ranks: list[str] = setting([], "other ranks for some modules, e.g. q_proj=8,down_proj=32")
+    token_ids: list[int] = setting(
+        [],
+        "tokens whose rows of the embedding table and of the head are also trained, e.g. those of "
+        "convert add-tokens",
+    )
     base_format: BaseFormat = setting(
         "bf16",
         "format of the frozen weights: bf16, float32, or for the products of layers in blocks of "
@@ -112,6 +126,13 @@ class LoraConfig:
                 for name in changed
             ]
         problems = [] if self.targets else ["lora.targets=[] trains nothing. Use attention,mlp."]
+        if len({*self.token_ids}) < len(self.token_ids):
+            problems.append(f"lora.token_ids={self.token_ids} has a token twice. Name it once.")
+        if self.dropout and self.variant == "dora":
+            problems.append(
+                f"lora.dropout={self.dropout} with lora.variant='dora' needs a second product with "
+                "the frozen weights. Use lora.dropout=0, or another variant."
+            )
         for text in self.ranks:
             name, _, rank = text.partition("=")
             if not (name and rank.isdecimal() and 0 < int(rank) <= 4096):
@@ -139,6 +160,11 @@ class LoraConfig:
             problems.append(
                 f"lora.targets has 'mlp' with model.num_experts={model.num_experts}: experts have "
                 "no adapters. Use --lora.targets attention."
+            )
+        if wrong := [i for i in self.token_ids if not 0 <= i < model.vocab_size]:
+            problems.append(
+                f"lora.token_ids has {', '.join(map(str, wrong))}: tokens are 0 to "
+                f"{model.vocab_size - 1}. Add new ones with convert add-tokens."
             )
         for setting_name, unknown in (
             ("targets", [name for name in self.targets if name not in allowed]),
@@ -199,129 +225,6 @@ def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
     return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
-
-    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer.
-    `is_row_parallel`: tensor parallelism splits the inputs.
-    """
-
-    module: str
-    rank: int
-    scale: float
-    dim: int
-    start: int
-    size: int
-    is_row_parallel: bool
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LoraWeight(CompositeWeight):
-    """A frozen weight [*inputs, *outputs] and its adapters.
-
-    Attributes:
-        base: the weight, or another `CompositeWeight`.
-        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
-            also "scale": [*its outputs].
-        parts: constants of the adapters, ordered by start.
-    """
-
-    base: Any
-    adapters: dict[str, dict[str, Any]]
-    parts: tuple[Adapter, ...] = dataclasses.field(metadata={"static": True})
-
-    def multiply(
-        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
-    ) -> Array:
-        """Return x·base + scale·(x·A)·B [*dims after the arrow], rescaled if it is DoRA."""
-        inputs, _, out = dims.partition("->")
-        left, right = (part.split() for part in inputs.split(","))
-        shared = [name for name in right if name in left]
-        rows, columns = ([n for n in names if n not in shared] for names in (left, right))
-        down = f"{' '.join(left)}, {' '.join(shared)} rank -> {' '.join(rows)} rank"
-        up = f"{' '.join(rows)} rank, rank {' '.join(columns)} -> {out}"
-        y = dot(dims, x, self.base, out_dtype=out_dtype)
-        dim = out.split().index(right[self.parts[0].dim])
-        pieces, end = [], 0
-        for part in self.parts:
-            own = self.adapters[part.module]
-            low = dot(down, x, own["a"])
-            # Scale the smaller factor: it has rank columns.
-            low = low * jnp.asarray(part.scale, low.dtype)
-            piece = jax.lax.slice_in_dim(y, part.start, part.start + part.size, axis=dim)
-            piece = piece + dot(up, low, own["b"], out_dtype=out_dtype)
-            if "scale" in own:
-                squares = self._squares(part, len(shared))
-                if part.is_row_parallel:
-                    squares = sum_over(squares, "tensor")
-                piece = piece * (own["scale"] * jax.lax.rsqrt(squares)).astype(piece.dtype)
-            pieces += [jax.lax.slice_in_dim(y, end, part.start, axis=dim), piece]
-            end = part.start + part.size
-        pieces.append(jax.lax.slice_in_dim(y, end, y.shape[dim], axis=dim))
-        y = jnp.concatenate([x for x in pieces if x.shape[dim]], dim)
-        return checkpoint_name(y, ADAPTED)
-
-    def _squares(self, part: Adapter, num_inputs: int) -> Array:
-        """Return the squared norm of base + scale·A·B over its inputs, float32 [*outputs].
-
-        It is a constant for the gradient (Liu et al. 2024, "DoRA", section 4.3). The sum is not
-        formed: with G = AᵀA, it is ‖W‖² + 2·scale·⟨B, AᵀW⟩ + scale²·⟨B, G·B⟩ for each output.
-        """
-        own = jax.lax.stop_gradient(self.adapters[part.module])
-        w = jax.lax.slice_in_dim(
-            self.base.astype(jnp.float32), part.start, part.start + part.size, axis=part.dim
-        )
-        outputs = w.shape[num_inputs:]
-        w = w.reshape(-1, *outputs)
-        a, b = own["a"].astype(jnp.float32), own["b"].astype(jnp.float32)
-        a = a.reshape(-1, part.rank)
-        product = lambda dims, *x: jnp.einsum(dims, *x, precision="highest")
-        squares = jnp.sum(jnp.square(w), 0)
-        cross = jnp.sum(b * product("ir,i...->r...", a, w), 0)
-        inner = jnp.sum(b * product("rs,s...->r...", product("ir,is->rs", a, a), b), 0)
-        return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
-
-    def without_adapters(self) -> Any:
-        """Return the frozen weight [*inputs, *outputs]."""
-        return self.base
-
-    def merged(self) -> Array:
-        """Return the complete weight [layers, *inputs, *outputs], float32."""
-        total = self.base.astype(jnp.float32)
-        for part in self.parts:
-            own = self.adapters[part.module]
-            a, b = (own[name].astype(jnp.float32) for name in "ab")
-            flat = jnp.einsum(
-                "lir,lro->lio",
-                a.reshape(a.shape[0], -1, part.rank),
-                b.reshape(*b.shape[:2], -1),
-                precision="highest",
-            )
-            index = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
-            new = total[index] + part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
-            if "scale" in own:
-                ins = tuple(range(1, a.ndim - 1))
-                norm = jnp.sqrt(jnp.sum(jnp.square(new), ins, keepdims=True))
-                new = new * (jnp.expand_dims(own["scale"], ins) / norm)
-            total = total.at[index].set(new)
-        return total
-
-    def with_norms(self) -> LoraWeight:
-        """Return the weight with the scales of new DoRA adapters: the norms of the base."""
-        base, adapters = self.base.astype(jnp.float32), {}
-        for part in self.parts:
-            own = self.adapters[part.module]
-            if "scale" in own:
-                index = (slice(None),) * (part.dim + 1)
-                index += (slice(part.start, part.start + part.size),)
-                ins = tuple(range(1, own["a"].ndim - 1))
-                own = {**own, "scale": jnp.sqrt(jnp.sum(jnp.square(base[index]), ins))}
-            adapters[part.module] = own
-        return dataclasses.replace(self, adapters=adapters)
-
-
 def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     """Return a decoder with frozen parameters and adapters in its products, if `rank` is set."""
     if not (config.rank and isinstance(decoder, DecoderConfig)):
@@ -340,8 +243,13 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
         if (parts := _parts_of(config, decoder, array, names, ranks))
     }
 
+    tables = {"embed/table": 0, "head/kernel": 1} if config.token_ids else {}
+    ids = tuple(config.token_ids)
+
     def record(path: Any, dims: Dims) -> Any:
         name = _name(path)
+        if name in tables:
+            return TokenRows(free(name, dims), Dims((None, "d_model")), ids, tables[name])
         parts = plans.get(name)
         if parts is None:
             return free(name, dims)
@@ -367,20 +275,25 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
             """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
             name, stored = _name(path), w.astype(storage)
             frozen = blocks[name].quantize(stored) if name in blocks else stored
+            if name in tables:
+                rows = jnp.zeros((len(ids), decoder.d_model), jnp.float32)
+                return TokenRows(frozen, rows, ids, tables[name]).with_start()
             if name not in plans:
                 return frozen
             count = _INPUTS[name.removeprefix("layers/")]
             is_dora = config.variant == "dora"
             made = {p.module: _init(key, w.shape, count, p, is_dora) for p in plans[name]}
-            return LoraWeight(frozen, made, plans[name]).with_norms()
+            return LoraWeight(frozen, made, plans[name]).with_start()
 
         return jax.tree_util.tree_map_with_path(leaf, model.init(key))
 
     axes = jax.tree_util.tree_map_with_path(record, model.axes)
-    adapted = dataclasses.replace(model, init=init, axes=axes)
+    assert model.block is not None
+    block = with_dropout(model.block, config.dropout) if config.dropout else model.block
+    adapted = dataclasses.replace(model, init=init, axes=axes, block=block)
     # Frozen weights have no gradient, which is a third of their products.
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
-    products += decoder.vocab_size * decoder.d_model
+    products += 0 if ids else decoder.vocab_size * decoder.d_model
     change = 6.0 * num_trained(adapted) - 2.0 * products
     flops = {name: count + change for name, count in model.flops_per_token.items()}
     return dataclasses.replace(adapted, flops_per_token=flops)
@@ -434,7 +347,7 @@ def _init(
     """Return A [layers, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
 
     B is [layers, rank, *outputs of the module]; `shape` is [layers, *inputs, *outputs]. DoRA's
-    scale [layers, *outputs] is 1 (`with_norms`).
+    scale [layers, *outputs] is 1 (`with_start`).
     """
     ins, outs = shape[1 : 1 + count], list(shape[1 + count :])
     outs[part.dim - count] = part.size
@@ -450,7 +363,7 @@ def _name(path: Any) -> str:
 
 
 def _is_adapted(node: Any) -> bool:
-    return isinstance(node, LoraWeight)
+    return isinstance(node, AdaptedWeight)
 
 
 def without_adapters(model: Model) -> Model:
@@ -472,10 +385,10 @@ def with_base(tree: Any, base: Any) -> Any:
     return jax.tree.map(leaf, tree, base, is_leaf=is_leaf)
 
 
-def with_norms(tree: Any) -> Any:
-    """Return parameters whose DoRA scales are the norms of their frozen weights."""
+def with_start(tree: Any) -> Any:
+    """Return parameters whose new arrays have the values that depend on the frozen weights."""
     return jax.tree.map(
-        lambda w: w.with_norms() if _is_adapted(w) else w, tree, is_leaf=_is_adapted
+        lambda w: w.with_start() if _is_adapted(w) else w, tree, is_leaf=_is_adapted
     )
 
 

@@ -33,6 +33,7 @@ from jaxdist.core.types import (
     TokenHead,
 )
 from jaxdist.models import layers
+from jaxdist.models.adapted_weights import complete
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.experts import STEP_SUMS, Experts, bias_increments, routing_aux
 from jaxdist.models.layers import (
@@ -102,7 +103,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     def head(params: Params, x: Array, _: Batch, context: Context) -> tuple[TokenHead, Sums]:
         """Return the output head of x [batch, seq_shard, d_model], and no sums."""
         x = context.enter(bind_head(params["head"]).norm(x))
-        kernel = _head_kernel(config, params).astype(x.dtype)
+        kernel = _head_kernel(config, params, context).astype(x.dtype)
         return TokenHead(x, kernel, config.vocab_size, config.logit_softcap), {}
 
     has_bias = config.num_experts and config.routing.bias
@@ -131,11 +132,11 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
 
 
-def _head_kernel(config: DecoderConfig, params: Params) -> Array:
+def _head_kernel(config: DecoderConfig, params: Params, context: Context) -> Array:
     """Return this device's output kernel [d_model, vocab]; if tied, from the embedding table."""
     if config.tie_embeddings:
-        return params["embed"]["table"].T
-    return params["head"]["kernel"]
+        return complete(params["embed"]["table"], context).T
+    return complete(params["head"]["kernel"], context)
 
 
 def _make_decoding(
@@ -171,7 +172,7 @@ def _make_decoding(
         logits = context.dot(
             "batch seq d_model, d_model vocab -> batch seq vocab",
             x,
-            _head_kernel(config, params),
+            _head_kernel(config, params, context),
             out_dtype=jnp.float32,
         )
         return soft_cap(logits[..., : config.vocab_size], config.logit_softcap), cache
@@ -235,13 +236,10 @@ class Embedding(nnx.Module):
 
     def lookup(self, tokens: Array, context: Context) -> Array:
         """Return partial sums [batch, seq, d_model]; 0 for tokens [batch, seq] of other shards."""
-        table = self.table[...]
-        local = tokens - context.tensor_index() * table.shape[0]
-        here = (local >= 0) & (local < table.shape[0])
-        rows = layers.look_up(table, jnp.clip(local, 0, table.shape[0] - 1), context.dtype)
+        rows = layers.look_up_tokens(self.table[...], tokens, context)
         if self.config.scale_embeddings:  # the factor is rounded, as in Gemma's code
             rows = rows * jnp.asarray(math.sqrt(self.config.d_model), rows.dtype)
-        return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
+        return rows
 
     def learned(self, positions: Array, context: Context) -> Array:
         """Return the learned vectors of positions [batch or 1, seq_shard]."""

@@ -27,6 +27,7 @@ from jaxdist.core.types import (
     Sums,
 )
 from jaxdist.core.weights import Parameter
+from jaxdist.models.adapted_weights import TokenRows
 from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ROPE_SCALING, DecoderConfig
 
 
@@ -293,6 +294,22 @@ def look_up(table: Array, index: Array, dtype: Any) -> Array:
     axes = tuple(collectives.varying_axes(table) | collectives.varying_axes(index))
     table, index = collectives.vary((table.astype(dtype), index), axes)
     return _rows(table.shape[0], table, index)
+
+
+def look_up_tokens(table: Any, tokens: Array, context: Context) -> Array:
+    """Return rows of a table [vocab, d_model], [batch, seq, d_model] in the compute dtype.
+
+    `tokens` are [batch, seq]; the result is 0 for those of other devices.
+    """
+    base = table.base if isinstance(table, TokenRows) else table
+    local = tokens - context.tensor_index() * base.shape[0]
+    here = (local >= 0) & (local < base.shape[0])
+    rows = look_up(base, jnp.clip(local, 0, base.shape[0] - 1), context.dtype)
+    if isinstance(table, TokenRows):
+        is_own = tokens[..., None] == jnp.asarray(table.ids, tokens.dtype)
+        own = look_up(table.rows, jnp.argmax(is_own, -1), context.dtype)
+        rows = jnp.where(jnp.any(is_own, -1, keepdims=True), own, rows)
+    return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,7 +44,7 @@ from jaxdist.core.weights import base_of, frozen, trained
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.data.record_rows import record_fields
-from jaxdist.models.adapters import with_base, with_norms
+from jaxdist.models.adapters import with_base, with_start
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -298,7 +298,7 @@ class Parts:
         make = jax.jit(make, static_argnums=0, out_shardings=shardings)
         params = with_base(make(self.config.seed), params)
         shardings = jax.tree.map(lambda x: x.sharding, params)
-        return jax.jit(with_norms, out_shardings=shardings, donate_argnums=0)(params)
+        return jax.jit(with_start, out_shardings=shardings, donate_argnums=0)(params)
 
     def _random_params(self, seed: int) -> Params:
         init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`

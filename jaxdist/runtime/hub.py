@@ -1,4 +1,4 @@
-"""Download files from the Hugging Face hub by repository: `ORG/NAME` or `ORG/NAME@REVISION`.
+"""Download and upload files on the Hugging Face hub: `ORG/NAME` or `ORG/NAME@REVISION`.
 
 They are stored in the cache of `huggingface_hub`, whose variables apply: HF_HUB_CACHE or HF_HOME
 (location), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT. Processes share it by file locks.
@@ -210,6 +210,51 @@ def patiently(fetch: Callable[[], T]) -> T:
             )  # fmt: skip
             time.sleep(delay)
     return fetch()
+
+
+def open_for_push(name: str) -> None:
+    """Create a private repository of a model unless it exists; raise if it cannot be written."""
+    if not name:
+        return
+    from huggingface_hub import HfApi, get_token
+
+    if not _NAME.fullmatch(name) or "@" in name:
+        raise ConfigError(f"--push {name!r} is not ORG/NAME. Use e.g. my-team/my-model.")
+    if is_offline():
+        raise ConfigError(f"--push {name}: HF_HUB_OFFLINE is set. Unset it to use the network.")
+    if not get_token():
+        raise ConfigError(
+            f"--push {name} needs a token with write access. Set HF_TOKEN, or sign in with `hf "
+            "auth login`."
+        )
+    with _push_errors(name, "Nothing was written."):
+        HfApi().create_repo(name, private=True, exist_ok=True)
+
+
+def push(name: str, folder: str) -> str:
+    """Upload the files of a folder as one commit of a model; return its URL."""
+    from huggingface_hub import HfApi
+
+    again = f"{folder} is complete: run `hf upload {name} {folder}` to try again."
+    with _push_errors(name, again), waiting(f"uploading {folder} to {name}"):
+        return HfApi().upload_folder(repo_id=name, folder_path=folder).commit_url
+
+
+@contextlib.contextmanager
+def _push_errors(name: str, fix: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # from the library, its HTTP client, or the disk
+        from huggingface_hub import constants
+
+        code = getattr(getattr(error, "response", None), "status_code", None)
+        cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        if code in (401, 403):
+            cause = f"the token has no write access (HTTP {code}); use another in HF_TOKEN"
+        raise ConfigError(
+            f"{name!r} cannot be written on the Hugging Face hub ({constants.ENDPOINT}): {cause}. "
+            f"{fix}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -47,7 +47,6 @@ _HARMLESS: dict[str, Any] = {
     "modules_to_save": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -73,6 +72,7 @@ _READ = {
     "r",
     "rank_pattern",
     "target_modules",
+    "trainable_token_indices",
     "use_dora",
     "use_rslora",
 }
@@ -165,6 +165,26 @@ def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
             )
 
 
+def token_tables(model: DecoderConfig, lora: LoraConfig) -> dict[str, str]:
+    """Return our array of the rows of `lora.token_ids` -> its module in Hugging Face.
+
+    Both sides store [tokens, d_model]. With tied embeddings there is one.
+    """
+    if not lora.token_ids:
+        return {}
+    names = {"params/embed/table", "params/head/kernel"}
+    return {
+        f"{piece.name}/rows": piece.sources[0].name.removesuffix(".weight")
+        for piece in pieces(model, family_of(model))
+        if piece.name in names
+    }
+
+
+def rows_name(module: str) -> str:
+    """Return PEFT's name of the rows of a module of `token_tables`."""
+    return f"{_PREFIX}{module}.token_adapter.trainable_tokens_delta"
+
+
 def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` of adapters."""
     ranks = lora.target_modules(model)
@@ -175,10 +195,11 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": list(ranks),
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {},
+        "trainable_token_indices": _token_indices(model, lora.token_ids),
         "use_dora": lora.variant == "dora",
         "use_rslora": lora.variant == "rslora",
         "fan_in_fan_out": family_of(model) == "gpt2",
@@ -218,6 +239,15 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         problems.append(f"{source}: use_dora together with use_rslora is not supported.")
     if problems:
         raise ConfigError(problems)
+    indices = peft.get("trainable_token_indices") or {}
+    if isinstance(indices, list):  # of the embedding table
+        indices = dict.fromkeys(list(_token_indices(model, indices) or {})[:1], indices)
+    token_ids: list[int] = next(iter(indices.values()), [])
+    own = _token_indices(model, token_ids)
+    if indices != (own or {}):
+        raise ConfigError(
+            f"{source}: trainable_token_indices={indices!r} is not supported. Only {own!r} is."
+        )
     variant: Literal["lora", "rslora", "dora"] = "rslora" if peft.get("use_rslora") else "lora"
     ranks = {
         name: next((r for key, r in peft.get("rank_pattern", {}).items() if _fits(key, name)), None)
@@ -227,12 +257,18 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         rank=peft.get("r", 8),
         alpha=float(peft.get("lora_alpha", 8)),
         targets=targets,
+        token_ids=token_ids,
         variant="dora" if peft.get("use_dora") else variant,
         ranks=[f"{name}={rank}" for name, rank in ranks.items() if rank],
     )
     if problems := problems_of(lora, "lora"):
         raise ConfigError([f"{source}: {problem}" for problem in problems])
     return lora
+
+
+def _token_indices(model: DecoderConfig, token_ids: list[int]) -> dict[str, list[int]] | None:
+    tables = token_tables(model, LoraConfig(rank=1, token_ids=token_ids))
+    return {name.rpartition(".")[2]: token_ids for name in tables.values()} or None
 
 
 def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:

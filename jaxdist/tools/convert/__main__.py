@@ -10,6 +10,7 @@
     merge RUN OUT            a run's adapters and frozen weights as a run with complete weights
     from-peft DIR OUT        adapters of PEFT as a run directory
     to-peft RUN OUT          a run's adapters as a PEFT directory
+    add-tokens DIR OUT       a Hugging Face model with new special tokens
 
 RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the default is the
 newest valid one, --step selects another. See `python -m jaxdist.convert VERB --help`.
@@ -37,6 +38,7 @@ VERBS = (
     "merge",
     "from-peft",
     "to-peft",
+    "add-tokens",
 )
 
 

@@ -32,6 +32,17 @@ class WeightsToConvert:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export(WeightsToConvert):
+    """Weights to convert to a directory that a hub can serve."""
+
+    push: str = setting(
+        "",
+        "ORG/NAME on the Hugging Face hub to which the new directory is uploaded; a new "
+        "repository is private",
+    )
+
+
 _MARKER = "unfinished.txt"
 _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had begun\n"
 

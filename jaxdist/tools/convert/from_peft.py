@@ -55,6 +55,7 @@ def run(config: Config) -> int:
     values = {n: t.read() for n, t in safetensors.open_file(source / peft.WEIGHTS).items()}
     arrays: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     problems, ranks = [], lora.target_modules(model)
+    rows: dict[str, np.ndarray] = {}
     for module in peft.modules(model, lora):
         shapes = module.shapes(lora, ranks[module.target])
         own = {name: values.pop(name, np.empty(0)) for name in shapes}
@@ -67,11 +68,17 @@ def run(config: Config) -> int:
         if not problems:
             for kind, x in module.from_peft(own).items():
                 arrays[f"{module.array}/{kind}"].append(x.astype(np.float32))
+    shape = (len(lora.token_ids), model.d_model)
+    for array, part in peft.token_tables(model, lora).items():
+        own_rows = values.pop(peft.rows_name(part), np.empty(0))
+        if own_rows.shape != shape:
+            problems.append(f"{peft.rows_name(part)} is missing or not {list(shape)}.")
+        rows[array] = own_rows.astype(np.float32)
     problems += [f"{name} is not an adapter of a target module." for name in values]
     if problems:
         raise ConfigError([f"{source}: {problem}" for problem in problems])
     with making_run(out):
-        stacked = {name: np.stack(parts) for name, parts in arrays.items()}
+        stacked = {name: np.stack(parts) for name, parts in arrays.items()} | rows
         writer = CheckpointWriter(
             out / "checkpoints" / "0", sum(x.nbytes for x in stacked.values())
         )

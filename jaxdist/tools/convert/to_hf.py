@@ -28,11 +28,12 @@ from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, write_config
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
+from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import (
-    WeightsToConvert,
+    Export,
     checkpoint_of,
     new_local_directory,
 )
@@ -42,7 +43,7 @@ _SLAB_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(WeightsToConvert):
+class Config(Export):
     """Weights and form of the output."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
@@ -53,7 +54,10 @@ class Config(WeightsToConvert):
 
 def run(config: Config) -> int:
     """Convert; print a summary."""
+    hub.open_for_push(config.push)
     print(export(config))
+    if config.push:
+        print(f"pushed to {hub.push(config.push, config.out)}")
     return 0
 
 

@@ -25,7 +25,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import (
-    WeightsToConvert,
+    Export,
     checkpoint_of,
     new_local_directory,
 )
@@ -34,7 +34,7 @@ from jaxdist.tools.convert.to_hf import write_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(WeightsToConvert):
+class Config(Export):
     """Adapters and form of the output."""
 
     base: str = setting(
@@ -45,7 +45,10 @@ class Config(WeightsToConvert):
 
 def run(config: Config) -> int:
     """Convert; print a summary."""
+    hub.open_for_push(config.push)
     print(export(config))
+    if config.push:
+        print(f"pushed to {hub.push(config.push, config.out)}")
     return 0
 
 
@@ -81,6 +84,9 @@ def export(config: Config) -> str:
         adapter = {kind: x[module.layer] for kind, x in arrays[name].items()}
         for tensor_name, values in module.to_peft(adapter).items():
             tensors[tensor_name] = safetensors.Tensor(values.shape, dtype, [values.astype(dtype)])
+    for array, table in peft.token_tables(model, lora).items():
+        rows = stored.read(array.replace("params/", f"{item}/", 1)).astype(dtype)
+        tensors[peft.rows_name(table)] = safetensors.Tensor(rows.shape, dtype, [rows])
     base = config.base or (start.partition("@")[0] if hub.is_hub_name(start) else start)
     with new_output(out) as partial:
         partial.mkdir()

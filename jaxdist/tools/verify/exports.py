@@ -131,10 +131,14 @@ def _open_peft(trained: Trained, folder: Location) -> Exported:
         for module in peft.modules(model, lora)
         for kind in ("a", "b", "scale")
         if module.tensor_name(kind) in stored
+    } | {
+        array.removeprefix("params/"): stored[peft.rows_name(module)].dtype
+        for array, module in peft.token_tables(model, lora).items()
     }
     facts = lambda lora: {
         "alpha": lora.alpha,
         "variant": lora.variant,
+        "token_ids": lora.token_ids,
         "ranks": lora.target_modules(model),
     }
     expected = facts(own.lora)

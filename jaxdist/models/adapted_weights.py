@@ -1,0 +1,269 @@
+"""Frozen weights with trained parts: adapters of products, and rows of embeddings."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.core import collectives
+from jaxdist.core.types import Array, Context
+from jaxdist.core.weights import ADAPTED, CompositeWeight, SumOver
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
+
+    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer.
+    `is_row_parallel`: tensor parallelism splits the inputs.
+    """
+
+    module: str
+    rank: int
+    scale: float
+    dim: int
+    start: int
+    size: int
+    is_row_parallel: bool
+
+
+class AdaptedWeight(CompositeWeight, abc.ABC):
+    """A frozen weight, `base`, with trained arrays next to it."""
+
+    base: Any
+
+    def without_adapters(self) -> Any:
+        """Return the frozen weight."""
+        return self.base
+
+    @abc.abstractmethod
+    def merged(self) -> Array:
+        """Return the complete weight, float32 [*dims of the base]."""
+
+    @abc.abstractmethod
+    def with_start(self) -> AdaptedWeight:
+        """Return the weight with the values of new trained arrays that depend on the base."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraWeight(AdaptedWeight):
+    """A frozen weight [*inputs, *outputs] and its adapters.
+
+    Attributes:
+        base: the weight, or another `CompositeWeight`.
+        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
+            also "scale": [*its outputs].
+        parts: constants of the adapters, ordered by start.
+    """
+
+    base: Any
+    adapters: dict[str, dict[str, Any]]
+    parts: tuple[Adapter, ...] = dataclasses.field(metadata={"static": True})
+
+    def multiply(
+        self,
+        dot: Callable[..., Array],
+        dims: str,
+        x: Array,
+        *,
+        out_dtype: Any,
+        sum_over: SumOver,
+        drop: Callable[[Array, Adapter], Array] | None = None,
+    ) -> Array:
+        """Return x·base + scale·(x·A)·B [*dims after the arrow], rescaled if it is DoRA.
+
+        `drop` applies dropout to x [*dims of x] before it is multiplied by A.
+        """
+        inputs, _, out = dims.partition("->")
+        left, right = (part.split() for part in inputs.split(","))
+        shared = [name for name in right if name in left]
+        rows, columns = ([n for n in names if n not in shared] for names in (left, right))
+        down = f"{' '.join(left)}, {' '.join(shared)} rank -> {' '.join(rows)} rank"
+        up = f"{' '.join(rows)} rank, rank {' '.join(columns)} -> {out}"
+        y = dot(dims, x, self.base, out_dtype=out_dtype)
+        dim = out.split().index(right[self.parts[0].dim])
+        pieces, end = [], 0
+        for part in self.parts:
+            own = self.adapters[part.module]
+            if drop is None:
+                low = dot(down, x, own["a"])
+            else:  # backward saves x alone, not one copy for each adapter
+                dropped = lambda x, a, part=part: dot(down, drop(x, part), a)
+                low = jax.checkpoint(dropped)(x, own["a"])
+            # Scale the smaller factor: it has rank columns.
+            low = low * jnp.asarray(part.scale, low.dtype)
+            piece = jax.lax.slice_in_dim(y, part.start, part.start + part.size, axis=dim)
+            piece = piece + dot(up, low, own["b"], out_dtype=out_dtype)
+            if "scale" in own:
+                squares = self._squares(part, len(shared))
+                if part.is_row_parallel:
+                    squares = sum_over(squares, "tensor")
+                piece = piece * (own["scale"] * jax.lax.rsqrt(squares)).astype(piece.dtype)
+            pieces += [jax.lax.slice_in_dim(y, end, part.start, axis=dim), piece]
+            end = part.start + part.size
+        pieces.append(jax.lax.slice_in_dim(y, end, y.shape[dim], axis=dim))
+        y = jnp.concatenate([x for x in pieces if x.shape[dim]], dim)
+        return checkpoint_name(y, ADAPTED)
+
+    def _squares(self, part: Adapter, num_inputs: int) -> Array:
+        """Return the squared norm of base + scale·A·B over its inputs, float32 [*outputs].
+
+        It is a constant for the gradient (Liu et al. 2024, "DoRA", section 4.3). The sum is not
+        formed: with G = AᵀA, it is ‖W‖² + 2·scale·⟨B, AᵀW⟩ + scale²·⟨B, G·B⟩ for each output.
+        """
+        own = jax.lax.stop_gradient(self.adapters[part.module])
+        w = jax.lax.slice_in_dim(
+            self.base.astype(jnp.float32), part.start, part.start + part.size, axis=part.dim
+        )
+        outputs = w.shape[num_inputs:]
+        w = w.reshape(-1, *outputs)
+        a, b = own["a"].astype(jnp.float32), own["b"].astype(jnp.float32)
+        a = a.reshape(-1, part.rank)
+        product = lambda dims, *x: jnp.einsum(dims, *x, precision="highest")
+        squares = jnp.sum(jnp.square(w), 0)
+        cross = jnp.sum(b * product("ir,i...->r...", a, w), 0)
+        inner = jnp.sum(b * product("rs,s...->r...", product("ir,is->rs", a, a), b), 0)
+        return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
+
+    def merged(self) -> Array:
+        """Return the complete weight [layers, *inputs, *outputs], float32."""
+        total = self.base.astype(jnp.float32)
+        for part in self.parts:
+            own = self.adapters[part.module]
+            a, b = (own[name].astype(jnp.float32) for name in "ab")
+            flat = jnp.einsum(
+                "lir,lro->lio",
+                a.reshape(a.shape[0], -1, part.rank),
+                b.reshape(*b.shape[:2], -1),
+                precision="highest",
+            )
+            index = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
+            new = total[index] + part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
+            if "scale" in own:
+                ins = tuple(range(1, a.ndim - 1))
+                norm = jnp.sqrt(jnp.sum(jnp.square(new), ins, keepdims=True))
+                new = new * (jnp.expand_dims(own["scale"], ins) / norm)
+            total = total.at[index].set(new)
+        return total
+
+    def with_start(self) -> LoraWeight:
+        """Return the weight with the scales of new DoRA adapters: the norms of the base."""
+        base, adapters = self.base.astype(jnp.float32), {}
+        for part in self.parts:
+            own = self.adapters[part.module]
+            if "scale" in own:
+                index = (slice(None),) * (part.dim + 1)
+                index += (slice(part.start, part.start + part.size),)
+                ins = tuple(range(1, own["a"].ndim - 1))
+                own = {**own, "scale": jnp.sqrt(jnp.sum(jnp.square(base[index]), ins))}
+            adapters[part.module] = own
+        return dataclasses.replace(self, adapters=adapters)
+
+
+def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
+    """Return a `Model.block` with dropout of the inputs of adapters in training.
+
+    As in PEFT, each adapter has its own mask, and kept inputs are divided by 1 - rate.
+    """
+
+    @functools.wraps(block)
+    def run(params: Any, x: Array, aux: dict[str, Any], context: Context) -> Any:
+        """Return x [batch, seq_shard, d_model] and the sums of the block."""
+        key = context.dropout_key
+        if key is None:
+            return block(params, x, aux, context)
+
+        def drop(x: Array, part: Adapter) -> Array:
+            """Return x [batch, seq, *inputs] with dropped inputs."""
+            own = zlib.crc32(part.module.encode()) & 0x7FFFFFFF
+            size = math.prod(x.shape[2:])
+            first = context.tensor_index() * size if part.is_row_parallel else 0
+            kept = keep_mask(
+                jax.random.fold_in(key, own),
+                rate,
+                aux["rows"],
+                context.position_ids(x.shape[1]),
+                first + jnp.arange(size),
+            )
+            return jnp.where(kept.reshape(x.shape), x / (1 - rate), jnp.zeros_like(x))
+
+        def dot(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
+            """Return the product [*dims after the arrow]; see `types.dot`."""
+            if not isinstance(w, LoraWeight):
+                return context.dot(dims, x, w, out_dtype=out_dtype)
+            return w.multiply(
+                context.dot, dims, x, out_dtype=out_dtype, sum_over=context.sum, drop=drop
+            )
+
+        return block(params, x, aux, dataclasses.replace(context, dot=dot))
+
+    return run
+
+
+def keep_mask(key: Array, rate: float, rows: Array, positions: Array, inputs: Array) -> Array:
+    """Return bool [rows, positions, inputs]: False with probability `rate`.
+
+    The arguments are int32 indices in the global batch, in the row, and in the layer's inputs. An
+    element depends only on the key and its own indices, so every mesh draws the same mask.
+    """
+    fold = jax.random.fold_in
+    bits = lambda key: jax.random.key_data(key)[0]
+    draw = lambda key: jax.vmap(lambda i: bits(fold(key, i)))(inputs)
+    of_row = lambda key: jax.vmap(lambda i: draw(fold(key, i)))(positions)
+    drawn = jax.vmap(lambda i: of_row(fold(key, i)))(rows)
+    return drawn >= jnp.uint32(round(rate * 2**32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenRows(AdaptedWeight):
+    """A frozen embedding table or output kernel, and trained rows that replace some of its rows.
+
+    Attributes:
+        base: table [vocab, d_model] if `dim` is 0, kernel [d_model, vocab] if it is 1.
+        rows: [tokens, d_model], float32.
+        ids: the token of each row.
+    """
+
+    base: Any
+    rows: Any
+    ids: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+
+    def complete(self, first: Any = 0) -> Array:
+        """Return the base [*dims] with the rows written to it; its first token is `first`."""
+        size = self.base.shape[self.dim]
+        own = jnp.asarray(self.ids, jnp.int32) - first
+        own = jnp.where((own >= 0) & (own < size), own, size)  # those of other devices are dropped
+        rows = self.rows.astype(self.base.dtype)
+        axes = tuple(sorted(set().union(*map(collectives.varying_axes, (self.base, rows, own)))))
+        base, rows, own = collectives.vary((self.base, rows, own), axes)
+        if self.dim == 0:
+            return base.at[own].set(rows, mode="drop")
+        return base.at[:, own].set(rows.T, mode="drop")
+
+    def merged(self) -> Array:
+        """Return the complete table or kernel, float32 [*dims of the base]."""
+        return dataclasses.replace(self, base=self.base.astype(jnp.float32)).complete()
+
+    def with_start(self) -> TokenRows:
+        """Return the weight with new rows: those of the base."""
+        rows = jnp.take(self.base, jnp.asarray(self.ids), self.dim).astype(jnp.float32)
+        return dataclasses.replace(self, rows=rows.T if self.dim else rows)
+
+
+def complete(weight: Any, context: Context) -> Array:
+    """Return this device's table [vocab, d_model] or kernel [d_model, vocab] as an array."""
+    if not isinstance(weight, TokenRows):
+        return weight
+    return weight.complete(context.tensor_index() * weight.base.shape[weight.dim])
