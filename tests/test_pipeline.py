@@ -20,7 +20,7 @@ LOSS, GRADIENT = 1e-6, 1e-5
 FAST = [
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
     pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.smoke),
-    Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="llama_tied"),
+    Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2"),
 ]
 SLOW = [
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
