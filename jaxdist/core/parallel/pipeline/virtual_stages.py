@@ -75,7 +75,8 @@ class LayerSplit:
         slot = np.arange(self.slots)
         depths = np.array(self.depths)[:, None]
         indices = np.where(slot < depths, self.starts[:, None] + slot, self.num_layers)
-        return indices.reshape(-1, self.num_stages, self.slots).swapaxes(0, 1).reshape(-1)
+        rounds = len(self.depths) // self.num_stages
+        return indices.reshape(rounds, self.num_stages, self.slots).swapaxes(0, 1).reshape(-1)
 
     @property
     def positions(self) -> np.ndarray:
