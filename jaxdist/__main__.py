@@ -27,6 +27,9 @@ COMMANDS = (
 )
 """Command names in the order of `jaxdist --help`."""
 
+SUBCOMMANDS = {"data spike": "spike"}
+"""Subcommands in a module of their own, because they import higher folders than the command."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code unless the command exits itself."""
@@ -46,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = f"Did you mean jaxdist {near[0]}?" if near else f"Use one of {', '.join(commands)}."
         print(f"jaxdist {name}: unknown command. {fix}", file=sys.stderr)
         return 2
-    sys.argv = [f"jaxdist {name}", *words[1:]]
-    runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
+    own = SUBCOMMANDS.get(" ".join(words[:2]))
+    sys.argv = [f"jaxdist {name}", *words[2 if own else 1 :]]
+    runpy.run_module(f"jaxdist.{own or name}", run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -58,9 +58,7 @@ def folder_pairs() -> list[tuple[str, str]]:
     package = ROOT / "jaxdist"
     edges = set()
     for path in package.rglob("*.py"):
-        # The command of a folder is an entry point, above all folders (test_architecture.py).
-        is_command = path.name == "__main__.py"
-        here = "" if is_command else path.relative_to(package).parts[0].removesuffix(".py")
+        here = path.relative_to(package).parts[0].removesuffix(".py")
         for name in imported_names(path.read_text()):
             edges.add((here, name.split(".")[1]))
     return sorted((a, b) for a, b in edges if a < b and (b, a) in edges)

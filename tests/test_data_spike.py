@@ -1,17 +1,20 @@
 """`jaxdist data spike` finds the rows behind a loss, on any mesh, with each row's own loss."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import run_here
+from commands import environment, run_here
 from refusals import refused
 
-from jaxdist.data.__main__ import main
+from jaxdist.data import __main__ as data
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.trained_run import open_run
+from jaxdist.tools.spike import main
 
 FLAGS = [
     "--data.sources=good.txt,bad.txt", "--data.tokenizer=bytes", "--model.vocab_size=256",
@@ -43,28 +46,28 @@ def spike(tmp_path_factory):
 
 def listed(capsys, *argv) -> dict:
     capsys.readouterr()
-    assert main(["spike", "run", *map(str, argv), "--json"]) == 0
+    assert main(["run", *map(str, argv), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_planted_garbage_is_first(spike, capsys):
     step, losses = spike
     files = sorted(Path("run").rglob("*"))
-    found = listed(capsys, step)
-    rows = found["rows"]
-    assert found["loss"] == losses[step - 1] > 1.2 * np.median(losses[25:])
-    assert (found["checkpoint"], found["repeated_steps"]) == (
+    result = listed(capsys, step)
+    rows = result["rows"]
+    assert result["loss"] == losses[step - 1] > 1.2 * np.median(losses[25:])
+    assert (result["checkpoint"], result["repeated_steps"]) == (
         (step - 1) // 20 * 20,
         (step - 1) % 20,
     )
-    assert found["mean_row_loss"] == pytest.approx(found["loss"], rel=1e-5)
+    assert result["mean_row_loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert len(rows) == 8 and rows[0]["source"] == "bad.txt"
     assert rows[0]["row_of_source"] in (3, 4, 5)
     assert rows[0]["text"][:8] in GARBAGE
     assert rows[0]["loss"] > 2 * rows[3]["loss"] and rows[0]["share"] > 0.2
     assert [r["loss"] for r in rows] == sorted((r["loss"] for r in rows), reverse=True)
     assert sum(r["share"] for r in rows) == pytest.approx(1)
-    assert main(["spike", "run", str(step), "--top=1"]) == 0
+    assert main(["run", str(step), "--top=1"]) == 0
     out = capsys.readouterr().out
     assert f"{rows[0]['loss']:.4f}" in out and repr(rows[0]["text"]) in out
     assert f"{rows[1]['loss']:.4f}" not in out
@@ -97,6 +100,16 @@ def test_losses_are_equal_on_every_mesh(spike, capsys, mesh):
         assert (a["text"], a["tokens"]) == (b["text"], b["tokens"])
 
 
+def test_command_runs_as_typed(spike):
+    """`data` is a folder below `run`, so the command is in `tools`."""
+    typed = [sys.executable, "-m", "jaxdist", "data", "spike", "run", "41", "--json", "--top=1"]
+    done = subprocess.run(typed, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 1
+    with refused("data spike", "-m jaxdist.spike"):
+        data.main(["spike", "run", "41"])
+
+
 def test_steps_without_a_record_are_rejected(spike):
     with refused("step 99", "steps 1 to 45"):
-        main(["spike", "run", "99"])
+        main(["run", "99"])

@@ -44,7 +44,7 @@ The data of a shipped config, downloaded and tokenized:
 
 The rows behind a loss spike of a run (`spike --help`):
 
-    python -m jaxdist.data spike runs/NAME 1200
+    jaxdist data spike runs/NAME 1200
 
 Then train on it:
 
@@ -126,10 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare(argv[1:], main)
         return 0
     if argv[:1] == ["spike"]:
-        from jaxdist.run import spike  # imports jax
-
-        spike.main(argv[1:])
-        return 0
+        raise ConfigError("`spike` reads a run. Use `jaxdist data spike` or `-m jaxdist.spike`.")
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # like Ctrl-C: removes partial output
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config = read_settings(

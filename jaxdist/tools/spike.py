@@ -1,10 +1,11 @@
-"""List the rows behind the loss of a step: `python -m jaxdist.data spike RUN STEP`."""
+"""`python -m jaxdist.spike RUN STEP`: list the rows behind the loss of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 from jaxdist.run.teacher import with_teacher
 from jaxdist.run.trained_run import open_run
+from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.storage import read_url
@@ -34,7 +36,7 @@ SUMMARY = """\
 List the rows of the batch behind a loss or gradient spike: each row's own loss, its source and the
 part of its text with the highest loss.
 
-    python -m jaxdist.data spike runs/NAME 1200
+    jaxdist data spike runs/NAME 1200      (also: python -m jaxdist.spike)
 
 The losses are those of the state before the step: of the nearest checkpoint at or before it, after
 repeating the steps in between. They have no dropout."""
@@ -58,11 +60,11 @@ class SpikeConfig:
     json: bool = setting(False, "print one JSON object instead of text")
 
 
-def main(argv: Sequence[str]) -> None:
-    """List the rows of a step."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """List the rows of a step; return the exit code."""
     config = read_settings(
         SpikeConfig,
-        argv,
+        sys.argv[1:] if argv is None else argv,
         command="jaxdist.data spike",
         summary=SUMMARY,
         positional=("run", "step"),
@@ -70,6 +72,7 @@ def main(argv: Sequence[str]) -> None:
     )
     result = rows_of_step(config)
     print(encode(result) if config.json else "\n".join(_lines(result)))
+    return 0
 
 
 def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
@@ -191,3 +194,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         "",
         *columns(rows, left=5),
     ]
+
+
+if __name__ == "__main__":
+    run_command(main)
