@@ -187,6 +187,22 @@ def test_legal_sizes_match_an_elastic_mesh():
     assert read_sizes(train) == LegalSizes(legal=None, simulate=2)
 
 
+def test_legal_sizes_cut_no_example_of_a_users_objective(tmp_path, monkeypatch):
+    """12 rows are 6 pairs, which 4 devices cannot share."""
+    (tmp_path / "paired.py").write_text(
+        "import dataclasses, types\nfrom jaxdist.models import example\n\n"
+        "def build(*, seq_len):\n    pairs = types.SimpleNamespace(rows_per_example=2)\n"
+        "    return dataclasses.replace(example.build(seq_len=seq_len), objective=pairs)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    flags = ["--mesh=dp=6", "--mesh.elastic=true", "--train.global-batch-size=12"]
+    sizes = {
+        factory: read_sizes([*flags, "--model=custom", f"--model.factory={factory}"]).legal
+        for factory in ("jaxdist.models.example:build", "paired:build")
+    }
+    assert [*sizes.values()] == [[1, 2, 3, 4, 6], [1, 2, 3, 6]]
+
+
 def gpu_list(count: int) -> str:
     return "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\n" for i in range(count))
 

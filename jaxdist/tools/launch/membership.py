@@ -188,8 +188,9 @@ def main() -> int:
         raise ConfigError(problems, heading="jaxdist.train")
     legal = None
     if config.mesh.elastic and config.mesh.spec is not None:
-        config.check_mesh(config.mesh.spec)
-        legal = legal_sizes(config)
+        model = config.build_model()  # a user's objective may take several rows as an example
+        config.check_mesh(config.mesh.spec, model)
+        legal = legal_sizes(config, model)
     print(json.dumps({"legal": legal, "simulate": config.simulate}))
     return runtime.EXIT_OK
 
