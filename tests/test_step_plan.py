@@ -68,6 +68,21 @@ def test_every_command_prints_the_digest_of_the_cost_based_remat(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["step_plan"] == digest
     assert generate.main([run, "--mesh=dp=8", "--prompt=a", "--max-new-tokens=1"]) == 0
     assert digest_in(capsys.readouterr().err) == digest
+    # The compiled step does not fit, so the run continues with another policy.
+    needs = iter([73 * 2**30] * 2)  # read for the log, and to decide
+    monkeypatch.setattr(memory_check, "executable_bytes", lambda _: next(needs, 2**30))
+    larger = [flag.replace("num_layers=1", "num_layers=4") for flag in SMALL] + flags[:2]
+    assert train.main([*larger, f"--run-dir={run}-again", "--eval.final-max-batches=1"]) == 0
+    out = capsys.readouterr().out
+    fallback = digest_in(out)
+    assert "with dots did not fit" in out
+    assert evaluate.main([f"{run}-again", "--mesh=dp=8", "--json", "--max-batches=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_plan"] == fallback
+    assert evaluate.main([f"{run}-again", "--mesh=dp=4", "--json", "--max-batches=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_plan"] != fallback
+    assert train.main([*larger, f"--replay={run}-again:2"]) == 0
+    captured = capsys.readouterr()
+    assert digest_in(captured.out + captured.err) == fallback
     assert audit.main([*SMALL, "--json"]) == 0  # of CPUs
     assert json.loads(capsys.readouterr().out)["step_plan"] != digest
 

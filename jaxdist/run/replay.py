@@ -44,6 +44,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
     recorded, anomaly = loss_and_norm(history.recorded[step]), history.anomalies.get(step)
+    parts = parts.as_compiled(run)
     state, loader, _ = state_before(parts, dataset, run, step, history)
     with contextlib.closing(loader):
         batch = next(loader)

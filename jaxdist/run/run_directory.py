@@ -25,12 +25,13 @@ class RunDirectory:
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
     deep audit of a custom model, else "". `objective`: name of the objective that a Python program
-    passed to this start, else "".
+    passed to this start, else "". `remat`: mesh, device kind and policy that this start compiled.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
         self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
         self.audited_mesh = self.objective = ""
+        self.remat: dict[str, Any] = {}
         self._made: list[Location] = []
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
@@ -123,6 +124,14 @@ class RunDirectory:
         changed = changed_settings(old, new)
         return [f"{name}: {before} -> {now}" for name, (before, now) in changed.items()]
 
+    def starts(self) -> list[dict[str, Any]]:
+        """Return the records of environment.json, the newest first; [] if missing or damaged."""
+        try:
+            record = read_table(self.environment, decode)
+        except ConfigError:
+            return []
+        return [record, *record.get("earlier", ())] if record else []
+
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write environment.json, keeping the records of earlier starts under `earlier`."""
         if not self.is_writer:
@@ -138,7 +147,9 @@ class RunDirectory:
                     self.environment,
                     error,
                 )
-        own = {"audited_mesh": self.audited_mesh, "objective": self.objective}
+        own = {
+            "audited_mesh": self.audited_mesh, "objective": self.objective, "remat": self.remat
+        }  # fmt: skip
         own = {name: value for name, value in own.items() if value}
         record = {**record, **own, "earlier": earlier}
         self.environment.write(encode(record, indent=2) + "\n")

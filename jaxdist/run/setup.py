@@ -50,6 +50,7 @@ from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 from jaxdist.objectives import regularized
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.start_checks import check_finite
 from jaxdist.runtime import coordination
 from jaxdist.settings import ConfigError
@@ -144,6 +145,21 @@ class Parts:
     def within(self, budget: Budget) -> Parts:
         """Return the parts with the remat policy of a budget; their step is rebuilt."""
         return dataclasses.replace(self, remat=budget.job.remat)
+
+    @property
+    def compiled(self) -> dict[str, Any]:
+        """Return the remat policy chosen by cost, with the mesh and kind of device it is for."""
+        device = self.devices[0].device_kind
+        return {"mesh": str(self.spec), "device": device, "policy": self.remat}
+
+    def as_compiled(self, run: RunDirectory) -> Parts:
+        """Return the parts with the remat policy of the newest start of a run, if it is for them.
+
+        It is not the policy of the estimates if the compiled step needed more memory than these.
+        """
+        record = next(iter(run.starts()), {}).get("remat") or {}
+        is_same = {**record, "policy": self.remat} == self.compiled and self.remat is not None
+        return dataclasses.replace(self, remat=record["policy"]) if is_same else self
 
     @property
     def devices(self) -> list[Any]:

@@ -29,10 +29,10 @@ from jaxdist.models.weights import num_params
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import EarlyStopping
-from jaxdist.run.metrics_log import decode, read_outline
+from jaxdist.run.metrics_log import read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
-from jaxdist.run.run_directory import RunDirectory, new_run_path, read_table
+from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.runtime import coordination, hub
@@ -66,12 +66,7 @@ def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
     path = config.run_dir if config.resume in ("auto", "never") else config.resume
     if not path:
         return []
-    environment = RunDirectory(path, is_writer=False, resumed=True).environment
-    try:
-        record = read_table(environment, decode)
-    except ConfigError:  # this start replaces a damaged environment.json
-        return []
-    return [record, *record.get("earlier", ())] if record else []
+    return RunDirectory(path, is_writer=False, resumed=True).starts()
 
 
 def name_of(objective: Objective | None) -> str:

@@ -22,11 +22,8 @@ from jaxdist.data.packing import Fields
 from jaxdist.run.data_checks import check_data_fits, in_examples
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.reference import with_reference
-from jaxdist.run.setup import (
-    Parts,
-    assemble,
-    decide_step,
-)
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.setup import Parts, assemble, decide_step
 from jaxdist.run.teacher import with_teacher
 from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.storage import Location, locate
@@ -137,7 +134,9 @@ class TrainedRun:
         fields = self.parts.fields if fields is None else fields
         packed = "segments" in fields
         if packed not in self._parts_of:
-            self._parts_of[packed], _ = decide_step(self.parts, fields, self.parts.budget())
+            parts, _ = decide_step(self.parts, fields, self.parts.budget())
+            run = RunDirectory(self.path, is_writer=False, resumed=True)
+            self._parts_of[packed] = parts.as_compiled(run)
         return self._parts_of[packed]
 
 
