@@ -3,7 +3,7 @@
     python scripts/english.py [FOLDER ...]
 
 Prints each dialect name and each docstring that starts with a word such as "what" or "whether",
-then both counts. `tests/test_architecture.py` limits the counts of the package.
+then both counts. `tests/test_architecture.py` limits the counts of package, scripts and tests.
 """
 
 from __future__ import annotations

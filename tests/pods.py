@@ -12,7 +12,7 @@ checkout.
 | `Cluster.kill` | the container is killed, for example by the OOM killer |
 | `Cluster.lose` | the node is lost: its network is cut, and its pod is never reported again |
 | `Cluster.settle` | controllers react to the pods that have ended, by the manifest's policies |
-| `Cluster.restart_in_place` | containers start again in pods that stay |
+| `Cluster.restart_containers` | containers start again in pods that stay |
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Cluster:
         self.nodes[index] = instead
         del self.pods[index]
 
-    def restart_in_place(self) -> None:
+    def restart_containers(self) -> None:
         """Wait until all containers have ended, then start them again in their pods."""
         self._wait_for_ends(PATIENCE_S)
         self.log.append("in place")

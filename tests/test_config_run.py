@@ -379,7 +379,7 @@ def test_the_old_switch_of_offloading_names_the_host(tmp_path, line, flags, valu
         assert parse_run(write_toml(config), "a run") == config
 
 
-def test_an_unknown_place_for_moments_is_rejected():
+def test_an_unknown_storage_of_moments_is_rejected():
     with refused("train.offload_optimizer='gpu'", "flag --train.offload-optimizer", num_problems=1):
         read_run(["--train.offload-optimizer=gpu"], command="test")
 

@@ -69,17 +69,17 @@ def parts_of(tree) -> dict[str, list]:
     return parts
 
 
-def relative_distance(ours, theirs) -> float:
+def relative_distance(ours, others) -> float:
     """Return the norm of the difference of two lists of arrays, relative to the second."""
     norm = lambda parts: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in parts))
-    return norm([a - b for a, b in zip(ours, theirs, strict=True)]) / norm(theirs)
+    return norm([a - b for a, b in zip(ours, others, strict=True)]) / norm(others)
 
 
 def check(case: Case, **options) -> None:
     actual, expected = run(case, **options), reference(case.model)
-    ours, theirs = parts_of(actual.grads), parts_of(expected.grads)
-    assert PARTS <= ours.keys() == theirs.keys()
-    far = {name: relative_distance(ours[name], theirs[name]) for name in theirs}
+    ours, others = parts_of(actual.grads), parts_of(expected.grads)
+    assert PARTS <= ours.keys() == others.keys()
+    far = {name: relative_distance(ours[name], others[name]) for name in others}
     assert {name: d for name, d in far.items() if d > PART} == {}
     assert actual.losses[0] == pytest.approx(expected.losses[0], rel=PART)
     assert actual.norm == pytest.approx(expected.norm, rel=PART)
@@ -380,12 +380,12 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
     ]  # fmt: skip
     for steps, mesh in ((2, "fsdp=2,ep=2,tp=2"), (4, "dp=8")):
         assert run_here("train", *tiny(*flags, f"--mesh={mesh}", f"--steps={steps}")) == 0
-    whole = tmp_path.with_name("one")
-    flags[-1] = f"--run-dir={whole}"
+    alone = tmp_path.with_name("one")
+    flags[-1] = f"--run-dir={alone}"
     assert run_here("train", *tiny(*flags, "--mesh=fsdp=8", "--steps=4")) == 0
-    expected = [r["loss"] for r in records(whole, "train")]
+    expected = [r["loss"] for r in records(alone, "train")]
     assert [r["loss"] for r in records(tmp_path, "train")] == pytest.approx(expected, rel=2e-5)
-    assert {"balance", "largest_load", "router_entropy"} <= records(whole, "train")[0].keys()
+    assert {"balance", "largest_load", "router_entropy"} <= records(alone, "train")[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def test_unreadable_formats_name_the_parquet_copy(hub, tmp_path):
         find_files("hf://org/csv")
     write_parquet(tmp_path / "copy" / "default" / "train" / "0000.parquet", ["abc"])
     hub.store("datasets", "org/csv", tmp_path / "copy", NEW, "refs/convert/parquet")
-    found = find_files("hf://org/csv/default@refs/convert/parquet")
-    assert [file.path for file in found] == ["default/train/0000.parquet"]
+    files = find_files("hf://org/csv/default@refs/convert/parquet")
+    assert [file.path for file in files] == ["default/train/0000.parquet"]
 
 
 def test_run_keeps_the_commit_of_its_first_start(hub, tmp_path):

@@ -130,7 +130,7 @@ def test_a_killed_container_and_a_lost_node_lose_only_unsaved_steps(hosts, tmp_p
     cluster.start()
     cluster.wait_for_line(0, r"local save of step 12")
     cluster.kill(0)
-    cluster.restart_in_place()
+    cluster.restart_containers()
     cluster.wait_for_line(0, r"checkpoint 20 saved")
     cluster.lose(1, instead="node-7")
     cluster.settle()

@@ -259,7 +259,7 @@ def arrays(run_dir, step):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_places(
+def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_stores(
     tmp_path, monkeypatch
 ):
     monkeypatch.undo()  # processes would round differently with other groups

@@ -199,10 +199,10 @@ def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
     expected = alone(kind)
     assert losses_of(expected)[0] - losses_of(expected)[-1] != 0
     for name in ("loss", "kl" if kind == "kto" else "reward_margin", "grad_norm"):
-        ours, theirs = ([metrics[name] for metrics in part] for part in (history, expected))
+        ours, reference = ([metrics[name] for metrics in part] for part in (history, expected))
         # Margins are differences of sums of log-probabilities near -60.
         atol = 2e-5 if name != "loss" else 0
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=atol, err_msg=name)
+        np.testing.assert_allclose(ours, reference, rtol=2e-5, atol=atol, err_msg=name)
 
 
 # TRL 1.16 and accelerate warn of what torch and transformers deprecate.
@@ -461,8 +461,8 @@ def test_precomputed_values_are_those_of_each_step(tmp_path, monkeypatch, kind, 
     flags = "--lora.rank 4", f"--mesh {mesh}", "--train.steps 6", "--eval.interval-steps 3"
     expected = run_of(tmp_path, "each", kind, *flags)
     precomputed = run_of(tmp_path, "once", kind, *flags, "--objective.reference precomputed")
-    for ours, theirs in zip(precomputed, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
+    for ours, reference in zip(precomputed, expected, strict=True):
+        for one, other in zip(ours, reference, strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert expected[0][0]["loss"] != expected[0][-1]["loss"]
 

@@ -1,4 +1,4 @@
-"""How the costs of exchanges between processes grow, counted in the real code, without a network.
+"""Costs of exchanges between processes as they grow, counted in the real code, no network.
 
 Simulated processes are threads that share a counting stand-in for the key-value store. `scale.py`
 in scripts/bench measures the same exchanges with jax's service.
