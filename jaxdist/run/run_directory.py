@@ -25,13 +25,13 @@ class RunDirectory:
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
     deep audit of a custom model, else "". `objective`: name of the objective that a Python program
-    passed to this start, else "". `remat`: mesh, device kind and policy that this start compiled.
+    passed to this start, else "". `compiled`: mesh, device kind and remat policy of its program.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
         self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
         self.audited_mesh = self.objective = ""
-        self.remat: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}
         self._made: list[Location] = []
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
@@ -148,7 +148,7 @@ class RunDirectory:
                     error,
                 )
         own = {
-            "audited_mesh": self.audited_mesh, "objective": self.objective, "remat": self.remat
+            "audited_mesh": self.audited_mesh, "objective": self.objective, "remat": self.compiled
         }  # fmt: skip
         own = {name: value for name, value in own.items() if value}
         record = {**record, **own, "earlier": earlier}

@@ -441,7 +441,7 @@ class Session:
 
         self._times.mark("setup")
         budget.fit(compile_with)
-        self.run.remat = self.parts.compiled
+        self.run.compiled = self.parts.compiled
         self._times.mark("compile")
 
     def _compile(self, state: Any, batch: Mapping[str, Any], limit: float) -> Any:
