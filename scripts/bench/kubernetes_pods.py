@@ -47,7 +47,7 @@ def test_one_run_lives_through_all_of_it(hosts, bucket, tmp_path, undisturbed): 
     cluster.wait_for_line(0, r"local save of step (1[6-9]|2)")
     began = time.monotonic()
     cluster.kill(0)
-    cluster.restart_in_place()
+    cluster.restart_containers()
     print(f"a killed container: all ended after {time.monotonic() - began:.1f} s")
     cluster.wait_for_line(0, r"local save of step (2[4-9]|3)")
     began = time.monotonic()
