@@ -194,15 +194,11 @@ def test_the_example_is_short():
 @pytest.mark.parametrize(
     "factory, args, message",
     [
-        ("no_such_module:build", {}, "cannot be loaded: No module named 'no_such_module'"),
-        ("jaxdist.models.example:make", {}, "cannot be loaded: .*has no attribute 'make'"),
-        ("jaxdist.models.example:build", {"widht": 8}, "its arguments: .*'widht'"),
-        (
-            "jaxdist.models.example:RULES",
-            {},
-            "its arguments: 'dict' object is not callable",
-        ),
-        ("builtins:dict", {}, "returned dict, not a jaxdist.core.types.Model"),
+        ("no_such_module:build", {}, "'no_such_module'"),
+        ("jaxdist.models.example:make", {}, "'make'"),
+        ("jaxdist.models.example:build", {"widht": 8}, "'widht'"),
+        ("jaxdist.models.example:RULES", {}, "'dict'"),
+        ("builtins:dict", {}, "dict.*jaxdist.core.types.Model"),
     ],
 )
 def test_a_factory_that_returns_no_model_is_named_with_the_reason(factory, args, message):

@@ -207,17 +207,17 @@ def test_fingerprint_follows_rows():
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("nothing", "cannot be loaded: module 'my_rows' has no attribute 'nothing'"),
-        ("unweighted", r"rows without weights \(they have: tokens, targets\)"),
-        ("arrays", "rows of type ndarray, not dicts"),
+        ("nothing", "'my_rows'.*'nothing'"),
+        ("unweighted", "weights.*tokens, targets"),
+        ("arrays", "ndarray"),
         ("empty", "has no rows"),
-        ("unseeded", "cannot be called: .*seed"),
-        ("iterator", "returned generator, which has no random access"),
+        ("unseeded", "seed"),
+        ("iterator", "generator"),
         ("endless", "repeats forever"),
         ("gaps", "row 7 is missing"),
         ("nothing_left", "has no rows"),
-        ("forgetful", "cannot be resumed: from the state after its first row"),
-        ("stateless", "cannot be resumed: its state cannot be saved"),
+        ("forgetful", "resumed: from"),
+        ("stateless", "resumed: its state"),
     ],
 )
 def test_functions_that_cannot_be_used_are_refused(name, error):

@@ -147,8 +147,8 @@ def test_a_directory_sets_model_and_tokenizer_and_the_user_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--model.num_layers=4"], r"model.num_layers=4 does not fit .* gives 2. Omit"),
-        (["--model.rope_theta=10000"], r"model.rope_theta=10000.0 does not fit"),
+        (["--model.num_layers=4"], r"model.num_layers=4 .* 2\b"),
+        (["--model.rope_theta=10000"], r"model.rope_theta=10000.0"),
         (["--model=cnn", "--data.sources=stdlib"], r"model.kind='cnn' with init_from"),
     ],
 )

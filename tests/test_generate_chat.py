@@ -164,7 +164,7 @@ def test_special_tokens_are_printed_on_request(run_dir, monkeypatch, capsys):
     ("lines", "flags", "error"),
     [
         ('{"text": "a"}', [], "asks.jsonl:1 has no text 'prompt'"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', ["--chat"], "does not end with"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ["--chat"], "user"),
         ('{"messages": []}', [], "has no text 'prompt'"),
         ("{", [], "asks.jsonl:1"),
     ],

@@ -167,12 +167,9 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
     [
         (["--simulate=1"], "mesh.elastic with mesh.shape='auto'"),
         (["--simulate=1", "--mesh=dp=-1"], "mesh.elastic with mesh.shape='dp=-1'"),
-        (["--simulate=1", "--mesh=dp=5"], "global_batch_size=16 is not a multiple of 5"),
-        (
-            ["--simulate=1", "--mesh=tp=4"],
-            "--nnodes 1:1 × --nproc-per-node 1:2 allows no legal job",
-        ),
-        (["--no-such=1"], "--no-such is not a setting"),
+        (["--simulate=1", "--mesh=dp=5"], "global_batch_size=16"),
+        (["--simulate=1", "--mesh=tp=4"], "--nnodes 1:1 × --nproc-per-node 1:2"),
+        (["--no-such=1"], "--no-such"),
     ],
 )
 def test_impossible_training_is_rejected_before_start(tmp_path, flags, text):
