@@ -352,7 +352,7 @@ def _write_index(
 
 
 def corpus_digest(dtype: np.dtype[Any], tokens: Any, ends: np.ndarray) -> Any:
-    """Return a digest of the digest `tokens` and of document ends, uint64 [num_documents]."""
+    """Return a digest of `tokens`, a digest of the tokens, and of ends uint64 [num_documents]."""
     digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + tokens.digest())
     digest.update(ends.tobytes())
     return digest

@@ -120,7 +120,7 @@ class Dataset:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """UTF-8 bytes of each token, float32 [vocab]; None if the tokenizer is not certain."""
+        """UTF-8 bytes of each token, float32 [vocab]; None if unknown."""
         own = any(isinstance(part, CustomRows) for part in self.parts)
         return None if own or self.tokenizer is None else self.tokenizer.token_bytes
 

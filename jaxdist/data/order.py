@@ -122,9 +122,10 @@ class Order:
 
 
 class _StageOrder(NamedTuple):
-    """A stage from example `first` on.
+    """The order of one stage of a mixture, which starts at example `first`.
 
-    `groups` of parts have one order each; `drawn` are the examples drawn from groups before.
+    Each group of parts has an order of its own; `drawn` counts the examples of each group that
+    earlier stages used.
     """
 
     first: int

@@ -48,7 +48,7 @@ class Part(Protocol):
 
 
 def cut(rows: Rows, spans: Spans | None) -> Rows:
-    """Select the positions of the spans from rows, name -> [n, seq, ...]; other shapes stay."""
+    """Return the positions of the spans of rows, name -> [n, seq, ...]; keep other arrays."""
     if spans is None:
         return rows
     part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
@@ -279,7 +279,7 @@ def fit_documents(
 
 
 def _teaching(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which pieces have a token in the loss; starts and lengths int64 [n] -> bool [n]."""
+    """Return which pieces contain a token of the loss; starts and lengths int64 [n] -> bool [n]."""
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
     learned = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
     return np.fromiter(learned, bool, len(starts))

@@ -31,10 +31,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 def prepare(words: Sequence[str], tokenize: Callable[[list[str]], object]) -> None:
-    """Make the data of a name; does nothing if they exist.
+    """Download a named dataset and tokenize its text; do nothing if the result exists.
 
-    `words` has the name of a data set or of a shipped config. `tokenize` is the command that makes
-    a token folder.
+    `words` are the arguments: the name of a dataset or of a shipped config. `tokenize` is the
+    command that writes a token folder.
     """
     name, shipped = _find(words)
     out = Path(shipped.out)

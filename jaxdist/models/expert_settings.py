@@ -65,7 +65,7 @@ class ExpertSettings:
         False, "multiply the shared MLP's output by a sigmoid of the token (Qwen 2 MoE)"
     )
     first_dense_layers: int = setting(
-        0, "first layers, with an MLP of dense_mlp_dim instead of experts (DeepSeek-V3 3)", ge=0
+        0, "number of first layers with an MLP of dense_mlp_dim, not experts (DeepSeek-V3: 3)", ge=0
     )
     dense_mlp_dim: int = setting(
         0, "hidden width of the MLP of the first_dense_layers", ge=0, le=2**24

@@ -1,4 +1,4 @@
-"""From defaults, a TOML file and flags to one checked dataclass; every problem in one message."""
+"""Read defaults, a TOML file and flags into one dataclass; report all problems in one error."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ def reference() -> str:
 def _lines() -> Iterator[str]:
     yield "# Settings of a run"
     yield ""
+    yield "For looking up a setting of a run; `--help` of a command prints the same."
     yield "Made by `python scripts/bench/settings_reference.py > docs/settings.md`; do not edit it."
     yield ""
     yield "A flag has dashes, a TOML key underscores: `--train.global-batch-size 64` is"

@@ -66,7 +66,7 @@ def name_of(state: int) -> str:
 
 
 def join(left: int, right: int) -> int:
-    """Return the combined state: of a value that is one of two, or a function of both."""
+    """Return the state of a value that is selected from two values, or computed from both."""
     if left == right:
         return left
     low, high = sorted((left, right), key=_rank)

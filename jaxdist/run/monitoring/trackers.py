@@ -82,7 +82,7 @@ class Trackers:
         self.close()
 
     def close(self) -> None:
-        """Wait until the queues were sent or timed out; a second call does nothing."""
+        """Wait until all queued records are sent, or the timeout; a second call does nothing."""
         for worker in self._workers:
             worker.end()
         self._workers = []

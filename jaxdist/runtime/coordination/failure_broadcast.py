@@ -37,7 +37,7 @@ _REPORT_S = 1.0
 def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
     """Announce to all processes that this one ends with `code`; only the first one counts.
 
-    `is_cause` is False for an error that the end of yet another process caused.
+    `is_cause` is False if the error is only a consequence of another process's end.
     """
     if not service.is_joined():
         return

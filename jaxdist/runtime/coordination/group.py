@@ -75,10 +75,10 @@ class Group:
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Run `decide` with the JSON values of all processes, by process id; also a barrier.
+        """Return `decision` of the JSON values of all processes, by process id; also a barrier.
 
-        A process sends 2 requests, process 0 one per process: let `decision` return little, because
-        all processes read its result. Raises `LateProcess` everywhere after `timeout_s`.
+        A process sends 2 requests, process 0 one per process. Keep the result of `decision` small,
+        because all processes read it. Raises `LateProcess` everywhere after `timeout_s`.
         """
         if self.num_processes == 1:
             return decision([value])

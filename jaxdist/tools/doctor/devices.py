@@ -50,7 +50,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
 
 
 def check_operations(everyone: Sequence[Sequence[str]], hosts: Sequence[str]) -> list[Finding]:
-    """Report wrong elementary operations; `everyone` has lines of `wrong_operations` by process."""
+    """Report operations with wrong results; `everyone` is `wrong_operations` of each process."""
     results = [
         error(
             "operations",

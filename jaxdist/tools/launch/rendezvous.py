@@ -1,4 +1,4 @@
-"""Files in a shared directory through which the launchers of an elastic job see each other.
+"""Files in a shared directory through which the launchers of an elastic job find each other.
 
     host-<rank>.json   the state of one host, written only by its launcher, every second
     round.json         the current round, written by the leader

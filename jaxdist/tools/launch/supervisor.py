@@ -76,7 +76,7 @@ class Agent(abc.ABC):
         return True
 
     def continues_after_save(self) -> bool:
-        """Return, after 75 without a stop request here, whether another attempt follows."""
+        """Return whether another attempt follows exit code 75, if this launcher was not stopped."""
         return False
 
     def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
