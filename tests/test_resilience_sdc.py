@@ -68,7 +68,7 @@ COMPILED = [
     ids=str,
 )
 def test_a_flipped_bit_is_detected_in_every_replicated_array(case):
-    state = reference.put_state(case)
+    state = reference.place_state(case)
     subject = watch(case)
     assert look(subject, state) is None
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
@@ -109,7 +109,7 @@ def test_a_check_exchanges_as_many_bytes_on_8_devices_as_on_2():
 
 def test_of_two_copies_both_are_named():
     case = reference.Case("rotary", "dp=2")
-    state = reference.put_state(case)
+    state = reference.place_state(case)
     kernel = state.params["head"] if "head" in state.params else state.params["embedding"]
     leaf = jax.tree.leaves(kernel)[0]
     bad = jax.tree.map(lambda x: flipped(x, 1) if x is leaf else x, state)
@@ -120,12 +120,12 @@ def test_of_two_copies_both_are_named():
 
 def test_without_replicas_nothing_is_checked():
     case = reference.Case("rotary", "tp=2")
-    assert look(watch(case), reference.put_state(case)) is None
+    assert look(watch(case), reference.place_state(case)) is None
 
 
 def test_checks_run_at_the_interval_and_if_forced():
     case = reference.Case("rotary", "dp=2")
-    state, subject = reference.put_state(case), watch(case, sdc_check_interval_steps=3)
+    state, subject = reference.place_state(case), watch(case, sdc_check_interval_steps=3)
     begun = []
     for step in range(1, 8):
         subject.start(step, state, force=step == 5)

@@ -22,7 +22,7 @@ from tiny import (
     layout_of,
     make_update,
     model_of,
-    put_state,
+    place_state,
     reference,
     run,
     step_of,
@@ -104,7 +104,7 @@ def test_one_cpu_device_updates_its_state_without_a_copy(optimizer, ema_decay):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
     """One row on one replica; all devices must decide equally, since every shard is compared."""
-    step, state = spread, put_state(SPREAD)
+    step, state = spread, place_state(SPREAD)
     good = put_batch(step, text_batch())
     bad = text_batch()
     bad["weights"][5, 3] = poison
@@ -129,7 +129,7 @@ def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
 
 @pytest.mark.smoke
 def test_metrics_are_means_over_the_global_batch(spread):
-    step, state = spread, put_state(SPREAD)
+    step, state = spread, place_state(SPREAD)
     batch = text_batch()
     _, metrics = step.train(state, put_batch(step, batch), np.inf)
     assert float(metrics["weight"]) == pytest.approx(batch["weights"].sum(), rel=1e-6)
@@ -139,7 +139,7 @@ def test_metrics_are_means_over_the_global_batch(spread):
 
 @pytest.mark.smoke
 def test_evaluation_sums_over_every_replica(spread):
-    step, state = spread, put_state(SPREAD)
+    step, state = spread, place_state(SPREAD)
     sums = step.evaluate(state.params, put_batch(step, text_batch()))
     mean = float(sums["loss"]) / float(sums["weight"])
     assert mean == pytest.approx(reference("rotary").losses[0], rel=1e-6)
@@ -154,7 +154,7 @@ def test_a_batch_without_weight_has_no_gradient():
     assert not metrics["applied"]
     # A weight below 1 is a weight, not 1.
     batch["weights"][0, 0] = 0.125
-    _, metrics = step.train(put_state(Case("learned", "dp=2")), put_batch(step, batch), np.inf)
+    _, metrics = step.train(place_state(Case("learned", "dp=2")), put_batch(step, batch), np.inf)
     assert 1 < float(metrics["loss"]) < 10
 
 

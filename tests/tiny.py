@@ -362,7 +362,7 @@ def step_of(
         layer_statistics_steps,
         store=store,
     )
-    state = put_state(
+    state = place_state(
         case,
         rule=rule,
         loss_scale=loss_scale,
@@ -372,7 +372,7 @@ def step_of(
     return step, state
 
 
-def put_state(
+def place_state(
     case: Case,
     *,
     rule: optax.GradientTransformation | None = None,
