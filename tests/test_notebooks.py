@@ -32,7 +32,7 @@ def execute(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rejected_setting_is_shown_without_a_traceback(execute):
+def test_a_rejected_setting_has_no_traceback(execute):
     import nbformat
 
     code = "import jaxdist\njaxdist.train(optim={'peak_lr': -1}, train={'seq_len': 0})"

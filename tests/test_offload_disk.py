@@ -270,7 +270,7 @@ def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_stores(
     on_disk = f"--train.offload-optimizer=disk:{disk}"
     start = lambda name, *more: ["train", *flags, f"--run-dir={tmp_path / name}", *more]
     mesh = ["--simulate=8", "--mesh=fsdp=2,tp=4"]
-    assert run_here(*start("whole", on_disk, "--train.steps=10", *mesh)) == 0
+    assert run_here(*start("complete", on_disk, "--train.steps=10", *mesh)) == 0
     assert run_here(*start("run", on_disk, "--train.steps=4", *mesh)) == 0
     monkeypatch.setenv(crash_points.VARIABLE, "during_moments")
     killed = run(*start("run", on_disk, "--train.steps=6", *mesh))
@@ -280,15 +280,15 @@ def test_a_killed_run_resumes_with_equal_bits_and_moments_move_between_stores(
     done = run(*start("run", on_disk, "--train.steps=6", *mesh))
     assert done.returncode == 0, done.stderr[-2000:]
     assert list(disk.iterdir()) == []
-    whole = losses(tmp_path / "whole")
-    assert losses(tmp_path / "run") == {step: whole[step] for step in range(1, 7)}
-    assert same_bits(arrays(tmp_path / "run", 6), arrays(tmp_path / "whole", 6))
+    complete = losses(tmp_path / "complete")
+    assert losses(tmp_path / "run") == {step: complete[step] for step in range(1, 7)}
+    assert same_bits(arrays(tmp_path / "run", 6), arrays(tmp_path / "complete", 6))
 
     # The checkpoint resumes with moments elsewhere, and back, on other meshes.
     monkeypatch.setattr(grouped_update, "GROUP_BYTES", 20_000)
     assert run_here(*start("run", "--train.steps=8", "--mesh=dp=8")) == 0
     assert run_here(*start("run", on_disk, "--train.steps=10", "--mesh=fsdp=8")) == 0
-    ours, expected = arrays(tmp_path / "run", 10), arrays(tmp_path / "whole", 10)
+    ours, expected = arrays(tmp_path / "run", 10), arrays(tmp_path / "complete", 10)
     assert ours.keys() == expected.keys() and any(name.startswith("opt_state") for name in ours)
     for name, values in expected.items():
         np.testing.assert_allclose(ours[name], values, rtol=2e-5, atol=2e-5, err_msg=name)
