@@ -82,6 +82,7 @@ def run(
             seed=config.seed,
             python_source=program.rows,
             global_batch_size=config.train.global_batch_size,
+            num_labels=config.num_labels,
         )
     )
     if config.train.epochs:
@@ -102,7 +103,7 @@ def run(
     for part in (part for part in data if part is not None):  # held-out rows may be of another kind
         check_data_fits(parts, part)
     check_passes(config, data[0])
-    parts, budget = with_teacher(parts, data[0].fields, budget)
+    parts = with_teacher(parts, data[0].fields)
     parts, budget = decide_step(parts, data[0].fields, budget)
     if budget is not None and "memory" not in config.override:
         budget.check()

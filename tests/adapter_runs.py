@@ -58,6 +58,8 @@ def peft_tensors(config, params) -> dict[str, np.ndarray]:
         own = (name for name in flat if name.startswith(f"{module.array}/"))
         adapter = {name.rpartition("/")[2]: np.asarray(flat[name][module.layer]) for name in own}
         tensors |= module.to_peft(adapter)
+    if config.model.num_labels:
+        tensors[peft_format.SCORE] = np.asarray(flat["params/head/score"]).T
     tables = peft_format.token_tables(config.model, config.lora)
     return tensors | {
         peft_format.rows_name(module): np.asarray(flat[array]) for array, module in tables.items()
@@ -103,9 +105,11 @@ def peft_model(config, folder, before):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
+    kind, more = transformers.AutoModelForCausalLM, {}
+    if config.model.num_labels:
+        kind = transformers.AutoModelForSequenceClassification
+        more = {"num_labels": config.num_labels, "pad_token_id": 0}
+    model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, **more)
     settings = peft_format.write_config(config.model, config.lora, str(folder))
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     wrapped = peft.get_peft_model(

@@ -493,3 +493,31 @@ def test_template_receives_missing_tools_as_none(folder, tmp_path):
     tokenizer = load_template_tokenizer(with_template(folder, tmp_path, source, "file"))
     tokens, _ = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
     assert "[TOOLS]" not in tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "tokens"])
+def test_text_is_learned_completely_next_to_conversations(tmp_path, kind):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": turns}] * 64)
+    texts = [f"text {i} of many words" for i in range(16)]
+    source = tmp_path / f"texts.{kind}"
+    if kind == "jsonl":
+        write_lines(source, [{"text": text} for text in texts])
+    else:
+        (tmp_path / "texts.txt").write_text("\n".join(texts))
+    if kind == "tokens":
+        main([str(tmp_path / "texts.txt"), "--out", str(source)])
+    config = DataConfig(
+        sources=[str(chats), str(source)], tokenizer="bytes", records="chat",
+        mixture_weights=[3.0, 1.0], eval_fraction=0.0,
+    )  # fmt: skip
+    data, _ = open_datasets(config, seq_len=48)
+    chat, text = data.parts
+    rows = chat.rows(np.arange(chat.num_rows))
+    learned = bytes(rows["targets"][rows["weights"] > 0].astype(np.uint8))
+    assert learned == b"yes\0" * 64
+    rows = text.rows(np.arange(text.num_rows))
+    is_real = rows["segments"] > 0
+    assert np.array_equal(rows["weights"] > 0, is_real) and is_real.mean() > 0.5
+    drawn = data.order(seed=0).rows(np.arange(400))
+    assert 0.2 < np.mean(drawn >= chat.num_rows) < 0.3

@@ -19,7 +19,12 @@ from jaxdist.core.losses import sum_over_tokens
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import TokenHead
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.objectives.config import ObjectiveConfig
+from jaxdist.plan.estimate import teacher
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run.setup import assemble
 from jaxdist.run.teacher import with_teacher
 from jaxdist.settings import problems_of
@@ -60,7 +65,7 @@ def batches():
 def train(config, steps=STEPS):
     """Return the metrics of each step."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
-    parts, _ = with_teacher(assemble(config, jax.devices()[:number]), {})
+    parts = with_teacher(assemble(config, jax.devices()[:number]), {})
     state, history = parts.init_state(), []
     for batch in itertools.islice(batches(), steps):
         placed = parts.teacher(place_batch(batch, parts.step.batch_sharding))
@@ -208,6 +213,39 @@ def test_a_run_teaches_another_on_a_mesh(tmp_path, capsys):
     assert run_here("train", f"--replay={student}:3", "--mesh=dp=2,fsdp=2,tp=2") == 0
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", "dp=2,pp=2"])
+def test_the_estimate_counts_memory_and_work_of_the_teacher(models, mesh):
+    config = config_of(models, mesh)
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=4)
+    job = Job.of(config, config.mesh.spec, cluster)
+    memory = estimate_memory(job)
+    parts = with_teacher(assemble(config, jax.devices()[:4]), {})
+    fields = {"tokens", "targets", "weights"}
+    batch = parts.abstract_batch()
+    own = {name: x for name, x in batch.items() if name in fields}
+    size = lambda tree: sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+    predict, params = parts.teacher._predict, parts.teacher.parts.abstract_state().params
+    stats = predict.lower(params, own).compile().memory_analysis()
+    # The program of the teacher reads its weights and the batch, and returns its predictions.
+    expected = stats.argument_size_in_bytes - size(own)
+    np.testing.assert_allclose(memory.state["teacher"], expected, rtol=0.05)
+    assert expected > 0.2 * memory.state["parameters"]
+    np.testing.assert_allclose(teacher.field_bytes(job), stats.output_size_in_bytes, rtol=0.05)
+    np.testing.assert_allclose(memory.state["batch"], size(batch), rtol=0.05)
+    assert sum(memory.phases["teacher"].values()) > 0
+    # Two FLOPs per weight and token of the layers, and of the head twice.
+    d, mlp, layers = TEACHER.d_model, TEACHER.mlp_dim, TEACHER.num_layers
+    weights = layers * (4 * d * d + 3 * d * mlp) // config.mesh.spec["pipeline"]
+    weights += 2 * d * TEACHER.padded_vocab
+    expected = 2 * weights * job.tokens / config.mesh.spec["tensor"]
+    np.testing.assert_allclose(teacher.work(job).products, expected)
+    other = dataclasses.replace(config, objective=ObjectiveConfig())
+    alone = estimate_time(Job.of(other, config.mesh.spec, cluster))
+    assert estimate_time(job).seconds > alone.seconds
+
+
 def test_teachers_that_do_not_fit_are_rejected(models, tmp_path):
     write_model(tmp_path / "other", dataclasses.replace(TEACHER, vocab_size=64))
     heads = dataclasses.replace(TEACHER, num_heads=1, head_dim=16)
@@ -216,6 +254,10 @@ def test_teachers_that_do_not_fit_are_rejected(models, tmp_path):
         train(config_of(models, teacher=tmp_path / "other"))
     with refused("objective.teacher=", "heads=1", num_problems=2):
         train(config_of(models, "tp=2", teacher=tmp_path / "heads"))
+    config = config_of(models, "tp=2", teacher=tmp_path / "heads")
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=2)
+    with refused("objective.teacher=", "heads=1", num_problems=2):
+        estimate_memory(Job.of(config, config.mesh.spec, cluster))
     with refused("objective.teacher=", "does not exist"):
         train(config_of(models, teacher=tmp_path / "missing"))
     config = config_of(models)

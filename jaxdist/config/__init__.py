@@ -7,6 +7,7 @@ from jaxdist.config.command_line import (
     ALIASES,
     parse_run,
     read_run,
+    replaced_head,
     settings_before,
     settings_of_run,
     stored_run,

@@ -20,7 +20,7 @@ from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens, split_set
 from jaxdist.data.hub_sets import is_hub_set, pin_commit, without_commit
 from jaxdist.data.tokenizer import BUILT_IN, OLD_TEXT_FORMAT
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.configs import DecoderConfig, ModelConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
@@ -234,6 +234,22 @@ def _run_of_model(start: str, *, has_adapters: bool) -> RunConfig:
         data=DataConfig(tokenizer=start if is_hub else str(folder / "tokenizer.json")),
         optim=OptimConfig(peak_lr=_ADAPTER_LR if has_adapters else _FINETUNING_LR),
     )
+
+
+def model_at(path: str) -> ModelConfig:
+    """Return the model settings of a Hugging Face directory or a run."""
+    if is_model(path):
+        return read_model(folder_of(path))
+    directory, step = manifest.named_step(path)
+    return settings_of_run(directory.parent, step).model
+
+
+def replaced_head(config: RunConfig) -> list[str]:
+    """Return the parts of the heads of `init_from` and model if only the model has scores."""
+    if not (config.init_from and config.num_labels):
+        return []
+    stored = model_at(config.init_from)
+    return [] if stored.num_labels else [*config.model.head_parts, *stored.head_parts]
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:

@@ -166,6 +166,7 @@ class RunConfig:
         problems += self.objective.run_problems(
             records=self.data.records,
             reads=self.model.reads,
+            num_labels=self.num_labels,
             has_adapters=bool(self.lora.rank),
         )
         base = self.init_from if self.lora.rank else None
@@ -214,6 +215,11 @@ class RunConfig:
     def precomputes_reference(self) -> bool:
         """Return whether rows contain values of the weights that the run starts from."""
         return self.objective.precomputes(has_adapters=bool(self.lora.rank))
+
+    @property
+    def num_labels(self) -> int:
+        """Scores of the model's head; 0 = it predicts tokens."""
+        return self.model.num_labels
 
     @property
     def num_row_losses(self) -> int:
@@ -395,8 +401,10 @@ class RunConfig:
         # Old runs may have dropped an untied head, so it is not checked here but on loading.
         free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
+        if self.num_labels and not stored.num_labels:  # a new score head replaces the stored one
+            free |= {"num_labels", "tie_embeddings"}
         if self.reinit_params:  # the head or embedding may change size; loading checks the rest
-            free |= {"vocab_size", "tie_embeddings"}
+            free |= {"vocab_size", "tie_embeddings", "num_labels"}
         return [
             f"model.{field.name}={getattr(self.model, field.name)} does not fit the weights of "
             f"init_from={self.init_from!r}: its config.json gives "

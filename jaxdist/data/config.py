@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
-from jaxdist.data.record_kinds import LEARNED, RecordKind
+from jaxdist.data.record_kinds import LEARNED, SINGLE, RecordKind
 from jaxdist.data.shipped_sets import prepare_command
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
@@ -103,15 +103,17 @@ class DataConfig:
         'last answer is learned; chat_all: every token is; completion: {"prompt": "...", '
         '"completion": "..."}; preference: {"prompt", "chosen", "rejected"} and labeled: '
         '{"prompt", "completion", "label": true}, as texts or lists of messages, for '
-        "objective.kind. Except with text and chat_all, only answers (and the token that ends "
-        "them) count in the loss; other fields are rejected, except metadata such as id or source "
-        "(docs/fine-tuning.md lists them)",
+        'objective.kind; text_label: a text in text_field and its class, {"text": "...", "label": '
+        "2}, for model.num_labels. Except with text and chat_all, only answers (and the token that "
+        "ends them) count in the loss; other fields are rejected, except metadata such as id or "
+        "source (docs/fine-tuning.md lists them). Sources of text next to chat and completion are "
+        "learned completely",
     )
     long_records: Literal["cut", "drop", "reject"] = setting(
         "cut",
-        "records longer than a row. cut: chat and completion continue in another row, preference "
-        "and labeled lose the end of the completion, and are dropped if the prompt fills the row; "
-        "drop: leave them out; reject: stop with an error. The log counts them",
+        "records longer than a row. cut: chat and completion continue in another row, others lose "
+        "their end, and completions are dropped if the prompt fills the row; drop: leave them out; "
+        "reject: stop with an error. The log counts them",
     )
     chat_template: str = setting(
         "auto",
@@ -201,8 +203,8 @@ class DataConfig:
 
     @property
     def has_single_rows(self) -> bool:
-        """Return whether rows are single completions with their prompt, padded and not packed."""
-        return self.records in ("preference", "labeled")
+        """Return whether rows have one record each, padded and not packed."""
+        return self.records in SINGLE
 
     @functools.cached_property
     def packs_documents(self) -> bool:
@@ -251,7 +253,8 @@ class DataConfig:
         if self.records == "text":
             return []
         errors = []
-        if "stdlib" in [*self.sources, *(source for _, source in self.eval_sets)]:
+        others = [*self.sources, *(source for _, source in self.eval_sets)]
+        if "stdlib" in others and (self.has_single_rows or {*self.sources} <= {"stdlib"}):
             errors.append(
                 f'data.records={self.records} with source "stdlib", which is text: records come '
                 "from .jsonl or .parquet files. Set data.sources to them."
@@ -259,7 +262,7 @@ class DataConfig:
         if self.has_single_rows and self.packing != "auto":
             errors.append(
                 f"data.packing={self.packing} with data.records={self.records}: a row has one "
-                "completion. Leave data.packing out."
+                "record. Leave data.packing out."
             )
         elif self.packing == "stream":
             errors.append(

@@ -18,6 +18,7 @@ from jaxdist.data.chat import JinjaTemplate
 from jaxdist.data.config import PACKING_FORMAT, DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
+from jaxdist.data.documents import is_text
 from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.files import find_files, size_of
 from jaxdist.data.hub_sets import is_hub_set
@@ -25,8 +26,8 @@ from jaxdist.data.hub_stream import StreamedPart, StreamOrder, open_streamed
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import MixtureStage, Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, split_text
-from jaxdist.data.record_kinds import LEARNED
-from jaxdist.data.record_rows import split_records
+from jaxdist.data.record_kinds import LEARNED, SINGLE
+from jaxdist.data.record_rows import row_kind, split_records
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.token_files import open_token_files, saved_arrow_files, select_token_files
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
@@ -208,9 +209,11 @@ def open_datasets(
     seed: int = 0,
     python_source: Any = None,
     global_batch_size: int = 0,
+    num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
     """Open the sources as disjoint training and held-out data.
 
+    `num_labels` is that of the model, whose score head reads rows of complete records.
     `global_batch_size` converts the steps of mixtures to samples. `seed` is passed to
     a user's function; rows of files do not depend on it. `python_source` replaces the function
     that the source names.
@@ -219,7 +222,7 @@ def open_datasets(
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed, python_source)
-    train, held_out = _open_files(config, seq_len)
+    train, held_out = _open_files(config, seq_len, num_labels)
     if not config.stages:
         return train, held_out
     if not global_batch_size:
@@ -232,7 +235,9 @@ def open_datasets(
     return dataclasses.replace(train, stages=stages, weights=(), identity=identity), held_out
 
 
-def _open_files(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
+def _open_files(
+    config: DataConfig, seq_len: int, num_labels: int
+) -> tuple[Dataset, Dataset | None]:
     images = [is_cifar(source) for source in config.sources]
     if all(images):
         return _open_images(config)
@@ -242,10 +247,10 @@ def _open_files(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | No
         )
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more.")
-    return _open_text(config, seq_len)
+    return _open_text(config, seq_len, num_labels)
 
 
-def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
+def _open_text(config: DataConfig, seq_len: int, num_labels: int) -> tuple[Dataset, Dataset | None]:
     encoder = make_encoder(
         load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format),
         records=config.records,
@@ -255,22 +260,23 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     held = 0.0 if config.eval_sources else config.eval_fraction
     streamed = [config.streaming and is_hub_set(source) for source in config.sources]
     stored = [s for s, is_one in zip(config.sources, streamed, strict=True) if not is_one]
-    opened = [_open_corpus(source, encoder) for source in stored]
-    others = [_open_corpus(source, encoder) for _, source in config.eval_sets]
     sources = [*stored, *(source for _, source in config.eval_sets)]
-    _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
-    _warn_of_old_rules(config, encoder, sources, [*opened, *others])
-    split = _splitter(config, [*opened, *others], seq_len)
+    texts = _text_sources(config, sources)
+    plain = make_encoder(encoder.tokenizer, text_field=config.text_field)
+    corpora = [_open_corpus(x, plain if x in texts else encoder) for x in sources]
+    _check_tokenizers(encoder.tokenizer, sources, corpora)
+    _warn_of_old_rules(config, encoder, sources, corpora)
+    split = _splitter(config, corpora, seq_len, num_labels)
     train: list[Part] = []
     rest: list[Part] = []
-    corpora = iter(opened)
+    opened, others = iter(corpora[: len(stored)]), corpora[len(stored) :]
     for source, is_streamed in zip(config.sources, streamed, strict=True):
         if is_streamed:
             stream = open_streamed(config, source, encoder, split.rows, split.packing, seq_len)
             train.append(stream)
             rest += stream.held_out
             continue
-        corpus = next(corpora)
+        corpus = next(opened)
         rows, held_rows = split.rows(corpus, held)
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
@@ -278,7 +284,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     for (_, source), corpus in zip(config.eval_sets, others, strict=True):
         rows, _ = split.rows(corpus, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
-    used = opened[0].tokenizer if opened else encoder.tokenizer
+    used = corpora[0].tokenizer if stored else encoder.tokenizer
     about = {"seq_len": seq_len, "packing": split.packing, "tokenizer": used.fingerprint}
     dataset = functools.partial(
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
@@ -317,24 +323,28 @@ class _Split(NamedTuple):
     rows: Callable[[Corpus, float], tuple[Part, Part | None]]
 
 
-def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int) -> _Split:
+def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int, num_labels: int) -> _Split:
     long_records = config.long_records
-    single = ("preference", "labeled")
     problems = [
         f"{str(corpus.folder)!r} has tokens of {corpus.records} records, and data.records is "
         f"{config.records}. Set data.records={corpus.records}, or name other data."
         for corpus in corpora
         if len(kinds := {corpus.records, config.records}) == 2
-        and (kinds & {*single} or kinds <= {*LEARNED})
+        and (kinds & {*SINGLE} or kinds <= {*LEARNED})
     ]
     if problems:
         raise ConfigError(problems)
     if config.has_single_rows:
-        labeled = config.records == "labeled"
+        kind = row_kind(config.records, num_labels)
         return _Split(
             config.records,
             lambda corpus, held: split_records(
-                corpus, seq_len=seq_len, held=held, labeled=labeled, long_records=long_records
+                corpus,
+                seq_len=seq_len,
+                held=held,
+                kind=kind,
+                num_labels=num_labels,
+                long_records=long_records,
             ),
         )
     packing = _packing(config, corpora, seq_len)
@@ -377,6 +387,24 @@ def _packing(
     if config.packing != "auto":
         return config.packing
     return "best_fit" if weighted or config.records != "text" else "stream"
+
+
+def _text_sources(config: DataConfig, sources: list[str]) -> set[str]:
+    """Return the sources of plain text, every token of which is learned, next to records.
+
+    Their files are text, or their first record has a text and no conversation or completion.
+    """
+    if config.records == "text" or config.has_single_rows:
+        return set()
+
+    def is_plain(source: str) -> bool:
+        if is_token_folder(source) or saved_arrow_files(source):
+            return False
+        files = find_files(source)
+        return not select_token_files(files, source) and is_text(files[0], config.text_field)
+
+    texts = set(filter(is_plain, sources))
+    return set() if texts >= {*config.sources} else texts  # without records, opening rejects them
 
 
 def _open_corpus(source: str, encoder: Encoder) -> Corpus:

@@ -94,6 +94,19 @@ def read_records(
                 yield Record(value, source, raw.tell())
 
 
+_OF_RECORDS = {"messages", "conversations", "instruction", "prompt", "completion"}
+
+
+def is_text(path: DataFile, text_field: str) -> bool:
+    """Return whether a file is text, or its first record has `text_field` and no answer."""
+    kind = kind_of(path)
+    if kind not in ("parquet", "lines"):
+        return kind == "text"
+    first = next(read_records(path, []), None)
+    fields = set() if first is None else first.value.keys()
+    return text_field in fields and not fields & _OF_RECORDS
+
+
 def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
     """Return the file decompressed, without byte order mark; `raw.tell()` counts stored bytes."""
     kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)

@@ -19,7 +19,7 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
-from jaxdist.data.preferences import encode_labeled, encode_preference
+from jaxdist.data.preferences import encode_labeled, encode_preference, encode_text_label
 from jaxdist.data.record_kinds import LEARNED, RecordKind
 from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
@@ -103,10 +103,17 @@ class RecordEncoder:
 
     weighted = True
 
-    def __init__(self, tokenizer: Tokenizer, records: RecordKind, template: ChatTemplate | None):
-        """Encode records of a kind; only completions need no template."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        records: RecordKind,
+        template: ChatTemplate | None,
+        text_field: str = "text",
+    ):
+        """Encode records of a kind; completions and `text_label` need no template."""
         self.tokenizer, self.template, self.records = tokenizer, template, records
-        fingerprint = "" if template is None else template.fingerprint
+        self._text_field = text_field
+        fingerprint = text_field if template is None else template.fingerprint
         kind = {"completion": "completion-1", "chat": fingerprint}.get(
             records, f"{records}-1-{fingerprint}"
         )
@@ -124,7 +131,8 @@ class RecordEncoder:
             )
 
     def _documents(self, path: DataFile) -> Iterator[tuple[list[Weighted], int, int]]:
-        for record in read_records(path, _COLUMNS[self.records], is_metadata):
+        columns = _COLUMNS.get(self.records, [self._text_field, "label"])
+        for record in read_records(path, columns, is_metadata):
             try:
                 documents = self._encode(record.value)
             except BadRecord as error:
@@ -133,6 +141,8 @@ class RecordEncoder:
             yield documents, size, record.position
 
     def _encode(self, record: dict[str, Any]) -> list[Weighted]:
+        if self.records == "text_label":
+            return encode_text_label(record, self.tokenizer, self._text_field)
         if self.template is None:
             return [encode_completion(record, self.tokenizer)]
         if self.records in LEARNED:
@@ -150,7 +160,7 @@ _COLUMNS: dict[RecordKind, list[str]] = {
     "preference": ["chosen", "rejected"],
     "labeled": ["prompt", "completion", "label"],
 }
-"""Columns that Parquet files of a kind of records have."""
+"""Columns that Parquet files of a kind of records have; of `text_label` the settings name them."""
 
 Encoder: TypeAlias = TextEncoder | RecordEncoder
 
@@ -165,8 +175,9 @@ def make_encoder(
     """Return the encoder for `data.records`."""
     if records == "text":
         return TextEncoder(tokenizer, text_field)
-    template = None if records == "completion" else load_template(chat_template, tokenizer)
-    return RecordEncoder(tokenizer, records, template)
+    has_template = records not in ("completion", "text_label")
+    template = load_template(chat_template, tokenizer) if has_template else None
+    return RecordEncoder(tokenizer, records, template, text_field)
 
 
 def _rules(tokenizer: Tokenizer) -> list[str]:

@@ -6,6 +6,7 @@ Records have the formats of TRL:
     {"prompt": [...], "chosen": [...], "rejected": [...]}      messages, e.g. [{"role", "content"}]
     {"chosen": ..., "rejected": ...}                           the prompt is their common start
     {"prompt": ..., "completion": ..., "label": true}          labeled: desirable or not
+    {"text": "...", "label": 2}                                text_label: a class
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxdist.data.chat import (
     check_messages,
     encode_completion,
 )
-from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.tokenizer import Tokenizer, begin_text
 
 UNDESIRABLE = 2
 """Weight of the learned tokens of an undesirable completion; others have 1."""
@@ -86,6 +87,27 @@ def encode_labeled(
     else:
         one = encode_completion({"prompt": prompt, "completion": completion}, tokenizer)
     return [one if label else Weighted(one.tokens, one.weights * np.uint8(UNDESIRABLE))]
+
+
+def encode_text_label(
+    record: dict[str, Any], tokenizer: Tokenizer, text_field: str
+) -> list[Weighted]:
+    """Return the tokens of a text, then its label, which alone has weight 1; [length + 1].
+
+    There is no end token, as in the tokenizers of Hugging Face's classifiers. Raises `BadRecord`.
+    """
+    check_fields(record, (text_field, "label"))
+    text, label = record.get(text_field), record.get("label")
+    if not isinstance(text, str) or not text:
+        raise BadRecord(f"has no text {text_field!r} (it has: {', '.join(record)}).")
+    if type(label) is not int or not 0 <= label < tokenizer.vocab_size:
+        raise BadRecord(
+            f"has label {label!r}: it must be a whole number from 0 to {tokenizer.vocab_size - 1}, "
+            "the largest token."
+        )
+    tokens = begin_text(tokenizer, tokenizer.encode(text))
+    tokens = np.append(tokens, np.asarray(label, tokens.dtype))
+    return [Weighted(tokens, (np.arange(len(tokens)) == len(tokens) - 1).astype(np.uint8))]
 
 
 def _messages(value: Any, name: str) -> list[Message]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 RecordKind: TypeAlias = Literal[
-    "text", "chat", "chat_last", "chat_all", "completion", "preference", "labeled"
+    "text", "chat", "chat_last", "chat_all", "completion", "preference", "labeled", "text_label"
 ]
+
+SINGLE = ("preference", "labeled", "text_label")
+"""Kinds of records that have a row of their own."""
 
 Learned: TypeAlias = Literal["answers", "last", "all"]
 """The part of a conversation with weight 1: every answer, the last one, or every token."""

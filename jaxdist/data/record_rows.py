@@ -1,10 +1,10 @@
-"""Rows of one record each: a prompt and its completion, padded to the length of a row."""
+"""Rows of one record each, padded: a prompt and its completion, or a text that gets a score."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -12,23 +12,39 @@ from jaxdist.core.types import MISMATCHED, REFERENCE
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.packing import Fields, Rows, Spans, cut, text_fields
 from jaxdist.data.preferences import UNDESIRABLE
+from jaxdist.data.record_kinds import RecordKind
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
 
-def record_fields(seq_len: int, *, labeled: bool, has_reference: bool = False) -> Fields:
-    """Return the fields of `RecordRows`; labeled rows add `labels` [] and mismatched rows.
+RowKind: TypeAlias = Literal["pairs", "labeled", "scored", "classes"]
+"""Kind of a row: a chosen or rejected completion; one that is desirable or not; a complete record
+that gets a score (of a pair); a text with a class. The last two have weight 1 at their last token,
+and no targets."""
+
+
+def row_kind(records: RecordKind, num_labels: int) -> RowKind:
+    """Return the kind of the rows of single records, for a model with `num_labels` scores."""
+    if records == "preference":
+        return "scored" if num_labels else "pairs"
+    return "labeled" if records == "labeled" else "classes"
+
+
+def record_fields(seq_len: int, kind: RowKind, *, has_reference: bool = False) -> Fields:
+    """Return the fields of `RecordRows`; labels are `labels` [], and labeled rows add mismatched.
 
     `has_reference` adds the log-probabilities of a reference, [].
     """
     fields = text_fields(seq_len, packed=False)
     if has_reference:
         fields[REFERENCE] = ((), np.dtype(np.float32))
-    if not labeled:
-        return fields
-    others = {f"{MISMATCHED}{name}": field for name, field in fields.items()}
-    return {**fields, **others, "labels": ((), np.dtype(np.int32))}
+    others: Fields = {}
+    if kind == "labeled":
+        others = {f"{MISMATCHED}{name}": field for name, field in fields.items()}
+    if kind in ("labeled", "classes"):
+        others["labels"] = ((), np.dtype(np.int32))
+    return {**fields, **others}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +53,15 @@ class RecordRows:
 
     Attributes:
         documents: int64 [num_rows], indices of documents in the corpus.
-        labeled: documents are labeled completions; else chosen and rejected ones alternate.
+        kind: "pairs" and "scored" documents are alternately chosen and rejected; the last token
+            of "classes" is the label.
         label: text that identifies the selection of documents in the fingerprint.
     """
 
     corpus: Corpus
     seq_len: int
     documents: np.ndarray
-    labeled: bool
+    kind: RowKind
     label: str
 
     @property
@@ -55,7 +72,7 @@ class RecordRows:
     @property
     def fields(self) -> Fields:
         """See `record_fields`."""
-        return record_fields(self.seq_len, labeled=self.labeled)
+        return record_fields(self.seq_len, self.kind)
 
     @property
     def fingerprint(self) -> str:
@@ -70,8 +87,11 @@ class RecordRows:
         }
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
             tokens, weights = _document(self.corpus, self.documents[index])
+            if self.kind in ("scored", "classes"):
+                self._fill_scored(batch, row, tokens)
+                continue
             self._fill(batch, row, tokens, weights > 0)
-            if not self.labeled:
+            if self.kind != "labeled":
                 continue
             batch["labels"][row] = weights.max() != UNDESIRABLE
             start = int(np.argmax(weights > 0))
@@ -91,6 +111,14 @@ class RecordRows:
         batch[f"{prefix}targets"][row, :length] = tokens[1 : length + 1]
         batch[f"{prefix}weights"][row, :length] = learned[1 : length + 1]
 
+    def _fill_scored(self, batch: Rows, row: int, tokens: np.ndarray) -> None:
+        """Write all tokens [length] of a record into one row of a batch."""
+        if self.kind == "classes":
+            batch["labels"][row], tokens = tokens[-1], tokens[:-1]
+        length = min(self.seq_len, len(tokens))
+        batch["tokens"][row, :length] = tokens[:length]
+        batch["weights"][row, length - 1] = 1
+
 
 def _document(corpus: Corpus, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and weights [length] of a document."""
@@ -104,7 +132,8 @@ def split_records(
     *,
     seq_len: int,
     held: float,
-    labeled: bool,
+    kind: RowKind,
+    num_labels: int,
     long_records: Literal["cut", "drop", "reject"],
 ) -> tuple[RecordRows, RecordRows | None]:
     """Split a corpus into training rows and held-out rows, its last fraction `held`.
@@ -112,11 +141,13 @@ def split_records(
     Records longer than a row are cut, dropped or rejected; cut records without a learned token are
     dropped. Chosen and rejected completions stay together.
     """
-    size = 1 if labeled else 2
+    size = 2 if kind in ("pairs", "scored") else 1
+    if kind == "classes":
+        _check_labels(corpus, num_labels)
     lengths = np.diff(corpus.document_ends.astype(np.int64), prepend=0)
-    is_long = lengths > seq_len + 1
-    dropped = is_long.copy()
-    if long_records == "cut":
+    is_long = lengths > seq_len + (kind != "scored")
+    dropped = is_long & (long_records != "cut" or kind in ("pairs", "labeled"))
+    if long_records == "cut" and kind in ("pairs", "labeled"):
         for number in np.flatnonzero(is_long).tolist():
             dropped[number] = not _document(corpus, number)[1][1 : seq_len + 1].any()
     examples: np.ndarray = np.any(dropped.reshape(-1, size), axis=1)
@@ -149,8 +180,19 @@ def split_records(
             corpus=corpus,
             seq_len=seq_len,
             documents=(numbers[:, None] * size + np.arange(size)).reshape(-1),
-            labeled=labeled,
-            label=f"{name}-{held}-{long_records}",
+            kind=kind,
+            label=f"{name}-{held}-{long_records}" + "-scored" * (kind == "scored"),
         )
 
     return part("train", kept[:first]), part("held", kept[first:]) if held else None
+
+
+def _check_labels(corpus: Corpus, num_labels: int) -> None:
+    """Raise `ConfigError` if a label, the last token of its document, is `num_labels` or more."""
+    ends = map(int, corpus.document_ends)
+    largest = max((int(corpus.tokens(end - 1, end)[0]) for end in ends), default=0)
+    if largest >= num_labels:
+        raise ConfigError(
+            f"{str(corpus.folder)!r} has the label {largest}, and model.num_labels={num_labels}: "
+            f"labels begin at 0. Set model.num_labels={largest + 1}."
+        )

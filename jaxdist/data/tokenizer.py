@@ -52,7 +52,7 @@ class ByteTokenizer:
         name: for logs: "bytes" or the file's path.
         eos_token: the end token that the user set; "" = the tokenizer's own.
         end_id: token after each document, or None.
-        bos_id: token that begins a text, or None; for exported models.
+        bos_id: token that begins a text, or None; for exported models, as `pad_id`.
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
         fingerprint: changes whenever a text could be tokenized differently.
@@ -64,6 +64,7 @@ class ByteTokenizer:
     vocab_size = BYTE_VALUES
     end_id: int | None = 0
     bos_id: int | None = None
+    pad_id: int | None = None
     begin_ids: tuple[int, ...] = ()
     text_format = OLD_TEXT_FORMAT
     marks_start = False
@@ -149,6 +150,7 @@ class FileTokenizer:
         self.end_id = next(iter(ends), None)
         self.stop_ids = frozenset(ends)
         self.bos_id = next(iter([*begins, *_ids(generation, "bos_token_id")]), None)
+        self.pad_id = vocab.get(named.get("pad_token", ""))
         is_added = encoded.special_tokens_mask
         start = is_added.index(0) if 0 in is_added else 0
         self.begin_ids = tuple(encoded.ids[:start]) if text_format != OLD_TEXT_FORMAT else ()

@@ -52,6 +52,10 @@ _INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
 """Number of leading dims of an array of a layer that its product contracts."""
 
 
+SCORE = "head/score"
+"""Name of the score head, which has no adapter: it is trained itself."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters: train small matrices next to the frozen weights of `init_from`."""
@@ -233,6 +237,8 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     blocks = {f"layers/{array}": own for array, own in config.blocks(decoder).items()}
 
     def free(name: str, dims: Dims) -> Any:
+        if name == SCORE:  # trained next to the adapters, as PEFT's modules_to_save
+            return dims
         if name in blocks:
             return blocks[name].record(dims)
         return Parameter(dims, storage=storage, update="none")
@@ -273,7 +279,8 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
 
         def leaf(path: Any, w: Array) -> Any:
             """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
-            name, stored = _name(path), w.astype(storage)
+            name = _name(path)
+            stored = w if name == SCORE else w.astype(storage)
             frozen = blocks[name].quantize(stored) if name in blocks else stored
             if name in tables:
                 rows = jnp.zeros((len(ids), decoder.d_model), jnp.float32)
@@ -293,7 +300,8 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     adapted = dataclasses.replace(model, init=init, axes=axes, block=block)
     # Frozen weights have no gradient, which is a third of their products.
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
-    products += 0 if ids else decoder.vocab_size * decoder.d_model
+    trains_head = ids or decoder.num_labels
+    products += 0 if trains_head else decoder.vocab_size * decoder.d_model
     change = 6.0 * num_trained(adapted) - 2.0 * products
     flops = {name: count + change for name, count in model.flops_per_token.items()}
     return dataclasses.replace(adapted, flops_per_token=flops)
@@ -376,13 +384,20 @@ def without_adapters(model: Model) -> Model:
 
 
 def with_base(tree: Any, base: Any) -> Any:
-    """Return a tree whose frozen leaves (None, or absent from its adapters) are those of `base`."""
+    """Return a tree whose missing leaves (None, or the base of adapters) are those of `base`."""
     is_leaf = lambda node: node is None or _is_adapted(node)
 
     def leaf(own: Any, w: Any) -> Any:
-        return dataclasses.replace(own, base=w) if _is_adapted(own) else w
+        if _is_adapted(own):
+            return dataclasses.replace(own, base=w)
+        return w if own is None else own
 
     return jax.tree.map(leaf, tree, base, is_leaf=is_leaf)
+
+
+def only_adapters(tree: Any) -> Any:
+    """Return a tree with None for leaves that have no adapters."""
+    return jax.tree.map(lambda w: w if _is_adapted(w) else None, tree, is_leaf=_is_adapted)
 
 
 def with_start(tree: Any) -> Any:

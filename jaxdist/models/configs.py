@@ -7,6 +7,7 @@ Each config has the facts that are needed before the model is built:
     sequence             whether sequence parallelism may split rows
     context_parallel     whether the context axis may split rows
     reads                "text", "images" or "" for any data
+    num_labels           scores of its head; 0 = it has no such head
     size_settings        logical dim or size -> its setting, for messages
     shrunken             the model with the smallest sizes that a mesh allows
 """
@@ -62,6 +63,12 @@ class _ModelDefaults:
     is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = ""
     size_settings: ClassVar[Mapping[str, str]] = {}
+    num_labels: int = 0
+
+    @property
+    def head_parts(self) -> list[str]:
+        """Parameters of the head that depend on what it predicts, if it has any of its own."""
+        return []
 
     @property
     def longest_row(self) -> int:
@@ -168,6 +175,13 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "output, mlp = both of the MLP (GPT-2)",
     )
     tie_embeddings: bool = setting(False, "the head uses the embedding table")
+    num_labels: int = setting(
+        0,
+        "outputs of a score head on the last token of each record, in place of a vocabulary: 1 = a "
+        "reward model (objective.kind=reward), more = classes (data.records=text_label); 0 = none",
+        ge=0,
+        le=2**16,
+    )
     scale_embeddings: bool = setting(False, "multiply embeddings by sqrt(d_model) (Gemma)")
     sliding_window: int = setting(
         0, "keys that a query attends to, itself included; 0 = all (Mistral 4096)", ge=0
@@ -202,6 +216,11 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     attention: Literal["auto", "xla", "cudnn"] = setting(
         "auto", "attention kernel; auto = cuDNN on GPUs if it supports the mask, else XLA"
     )
+
+    @property
+    def head_parts(self) -> list[str]:
+        """Return the kernel of scores, or of logits unless it is the embedding table."""
+        return ["head/score"] if self.num_labels else ["head/kernel"] * (not self.tie_embeddings)
 
     @property
     def longest_row(self) -> int:

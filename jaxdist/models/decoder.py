@@ -44,7 +44,7 @@ from jaxdist.models.layers import (
     prepare,
 )
 from jaxdist.models.weights import weights_of
-from jaxdist.objectives import cross_entropy
+from jaxdist.objectives import TextClassification, cross_entropy
 
 Bind = Callable[[Params], Any]
 """Map the parameters of a part of the model to a module that uses them."""
@@ -100,9 +100,12 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     ) -> tuple[Array, Sums]:
         return bind_block(params)(x, aux, context)
 
-    def head(params: Params, x: Array, _: Batch, context: Context) -> tuple[TokenHead, Sums]:
-        """Return the output head of x [batch, seq_shard, d_model], and no sums."""
-        x = context.enter(bind_head(params["head"]).norm(x))
+    def head(params: Params, x: Array, batch: Batch, context: Context) -> tuple[Any, Sums]:
+        """Return the output head of x [batch, seq_shard, d_model], or scores, and no sums."""
+        x = bind_head(params["head"]).norm(x)
+        if config.num_labels:
+            return _scores(x, params["head"]["score"], batch["weights"], context), {}
+        x = context.enter(x)
         kernel = _head_kernel(config, params, context).astype(x.dtype)
         return TokenHead(x, kernel, config.vocab_size, config.logit_softcap), {}
 
@@ -119,7 +122,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         prepare=prepare_aux,
         block=block,
         head=head,
-        objective=cross_entropy,
+        objective=TextClassification() if config.num_labels else cross_entropy,
         num_layers=num_stacked,
         increments=partial(bias_increments, config) if has_bias else None,
         step_sums=STEP_SUMS if by_batch else (),
@@ -127,9 +130,22 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
         attention_call=config.attention_call,
-        decoding=_make_decoding(config, bind_embed, bind_dense, bind_block, bind_head),
+        decoding=None
+        if config.num_labels
+        else _make_decoding(config, bind_embed, bind_dense, bind_block, bind_head),
     )
     return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
+
+
+def _scores(x: Array, kernel: Array, weights: Array, context: Context) -> Array:
+    """Return the scores of the last token of each row, float32 [batch, num_labels].
+
+    x is [batch, seq_shard, d_model], and `weights` [batch, seq] are 0 except at that token.
+    """
+    is_last = context.split(weights) > 0
+    last = jnp.sum(jnp.where(is_last[..., None], x, jnp.zeros_like(x)), axis=1)
+    scores = jnp.dot(last, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    return context.sum(scores, "seq_shard")
 
 
 def _head_kernel(config: DecoderConfig, params: Params, context: Context) -> Array:
@@ -200,7 +216,7 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     used = lambda w: w.size * (config.active_experts if "experts" in w.dims else 1.0)
     in_layers = lambda w: w.is_stacked or w.name.startswith("first_layers")
     products = sum(used(w) for w in weights_of(model) if in_layers(w) and w.is_matrix)
-    products += config.vocab_size * config.d_model
+    products += 0 if config.num_labels else config.vocab_size * config.d_model
     keys = [min(seq_len, window or seq_len) for window in config.windows]
     attention = 12.0 * config.num_heads * config.head_width
     # Mean number of keys per query with causal mask and window; S/2 without a window.
@@ -442,11 +458,14 @@ class Mlp(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm, and the output kernel unless it is the embedding table."""
+    """Final norm, and the kernel of scores, or of logits unless it is the embedding table."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.norm = _norm(config)
-        if not config.tie_embeddings:
+        if config.num_labels:
+            size = (config.d_model, config.num_labels)
+            self.score = layers.weight(rngs, size, config.init_std, "d_model", None)
+        elif not config.tie_embeddings:
             size = (config.d_model, config.padded_vocab)
             self.kernel = layers.weight(rngs, size, config.init_std, "d_model", "vocab")
 

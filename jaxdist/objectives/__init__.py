@@ -4,12 +4,13 @@ An objective receives this device's rows of one microbatch. It returns sums over
 `loss`, `weight` and any metrics (`core.types.Sums`). Custom objectives have the same signature.
 """
 
+import dataclasses
 import functools
 
 from jaxdist.core.losses import Regularizers
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.types import Objective
-from jaxdist.objectives.classification import classification
+from jaxdist.objectives.classification import TextClassification, classification
 from jaxdist.objectives.cross_entropy import cross_entropy
 from jaxdist.settings import ConfigError
 
@@ -18,6 +19,8 @@ def regularized(objective: Objective, config: TrainConfig) -> Objective:
     """Return the objective with regularizers; raises `ConfigError` unless it is cross-entropy."""
     if not any(regularizers := Regularizers(config.z_loss, config.label_smoothing)):
         return objective
+    if isinstance(objective, TextClassification):
+        return dataclasses.replace(objective, regularizers=regularizers)
     if objective not in (cross_entropy, classification):
         raise ConfigError(
             "train.z_loss and train.label_smoothing are for cross-entropy, and this run has an "

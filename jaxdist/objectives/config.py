@@ -10,6 +10,7 @@ import numpy as np
 from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Objective
 from jaxdist.objectives.distillation import NUM_TOKENS, Distillation
 from jaxdist.objectives.preference import COMPARED, Preference
+from jaxdist.objectives.reward import Reward
 from jaxdist.settings import setting
 
 
@@ -18,13 +19,21 @@ class ObjectiveConfig:
     """The function that training minimizes."""
 
     kind: Literal[
-        "cross_entropy", "dpo", "ipo", "kto", "orpo", "simpo", "distill", "distill_reverse"
+        "cross_entropy",
+        "dpo",
+        "ipo",
+        "kto",
+        "orpo",
+        "simpo",
+        "reward",
+        "distill",
+        "distill_reverse",
     ] = setting(
         "cross_entropy",
-        "cross_entropy = of the next token, or of the class of an image; dpo, ipo, orpo and simpo "
-        "learn from data.records=preference, kto from data.records=labeled, distill from the "
-        "predictions of another model, by the divergence from it or to it (_reverse) "
-        "(docs/fine-tuning.md)",
+        "cross_entropy = of the next token, or of the class of an image or text; dpo, ipo, orpo, "
+        "simpo and reward (a model of rewards, with model.num_labels=1) learn from "
+        "data.records=preference, kto from data.records=labeled, distill from the predictions of "
+        "another model, by the divergence from it or to it (_reverse) (docs/fine-tuning.md)",
     )
     beta: float = setting(
         0.0,
@@ -67,6 +76,8 @@ class ObjectiveConfig:
         """Return the objective that replaces the model's own; None = cross-entropy."""
         if self.kind == "cross_entropy":
             return None
+        if self.kind == "reward":
+            return Reward()
         if self.distills:
             return Distillation(self.kind == "distill_reverse", self.strength)
         return Preference(
@@ -83,7 +94,9 @@ class ObjectiveConfig:
             TEACHER_LOGPS: ((seq_len, count + 1), np.dtype(np.float32)),
         }
 
-    def run_problems(self, *, records: str, reads: str, has_adapters: bool) -> list[str]:
+    def run_problems(
+        self, *, records: str, reads: str, num_labels: int, has_adapters: bool
+    ) -> list[str]:
         """Return violated rules; `reads` is what the model reads: "text" or "images"."""
         problems = []
         if bool(self.teacher) != self.distills:
@@ -91,6 +104,22 @@ class ObjectiveConfig:
             problems.append(
                 f"objective.teacher={self.teacher!r} with objective.kind={self.kind}. {fix}."
             )
+        needs = {"reward": (1, "preference")}.get(self.kind, (0, ""))
+        if self.kind == "cross_entropy" and (num_labels > 1 or records == "text_label"):
+            needs = max(2, num_labels), "text_label"
+        if num_labels != needs[0]:
+            fix = "the number of classes" if needs[0] > 1 else str(needs[0])
+            problems.append(
+                f"model.num_labels={num_labels} with objective.kind={self.kind} and "
+                f"data.records={records}. Set model.num_labels to {fix}."
+            )
+        if needs[1] and records != needs[1]:
+            problems.append(
+                f"objective.kind={self.kind} with model.num_labels={num_labels} and "
+                f"data.records={records}. Set data.records={needs[1]}."
+            )
+        if needs[1]:
+            return problems
         needed = "labeled" if self.kind == "kto" else "preference"
         if self.distills or self.kind == "cross_entropy":
             if records in ("preference", "labeled"):

@@ -28,7 +28,7 @@ from jaxdist.plan.estimate.cost import (
     storage_rate,
 )
 from jaxdist.plan.estimate.job import Job, with_section
-from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.memory import TEACHER, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
 from jaxdist.plan.estimate.remat import TOLERANCE, choose_remat, policies_of
 from jaxdist.plan.estimate.restart import Restart, restart_of
@@ -82,7 +82,7 @@ class Plan:
     def total_bytes(self) -> float:
         """Bytes per device: of the compiled step if available, else estimated."""
         compiled = self.check.compiled if self.check else None
-        return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
+        return _needed(self.choice, compiled) if compiled else self.choice.memory.total_bytes
 
     @functools.cached_property
     def largest_batch(self) -> Candidate | None:
@@ -143,11 +143,16 @@ def _check_candidates(
         outcome = compile_step(
             job.config, job.spec, job.cluster, timeout_s=config.compile_timeout_s
         )
-        if isinstance(outcome, NotCompiled) or outcome.memory.total_bytes <= choice.usable_bytes:
+        if isinstance(outcome, NotCompiled) or _needed(choice, outcome) <= choice.usable_bytes:
             return choice, CompilerCheck(outcome=outcome, rejected_by_compiler=tuple(rejected))
         rejected.append((choice, outcome))
     choice, compiled = rejected[0]
     return choice, CompilerCheck(outcome=compiled, rejected_by_compiler=tuple(rejected[1:]))
+
+
+def _needed(choice: Candidate, compiled: CompiledStep) -> float:
+    """Return the bytes per device of a compiled step, and of the teacher outside of it."""
+    return compiled.memory.total_bytes + choice.memory.state.get(TEACHER, 0.0)
 
 
 def _priced(

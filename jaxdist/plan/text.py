@@ -250,7 +250,7 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
         ("attention workspace", memory.workspace_bytes),
     )
     yield from _aligned((f"  {name}", in_bytes(size), "") for name, size in parts if size)
-    error = plan.choice.memory.total_bytes / memory.total_bytes - 1
+    error = plan.choice.memory.total_bytes / plan.total_bytes - 1
     yield from _aligned(
         [("  all", in_bytes(memory.total_bytes), f"(estimate: {percent(error, sign=True)})")]
     )

@@ -22,7 +22,13 @@ from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.config import RunConfig, fit_device_list, offload_process_problems, parse_run
+from jaxdist.config import (
+    RunConfig,
+    fit_device_list,
+    offload_process_problems,
+    parse_run,
+    replaced_head,
+)
 from jaxdist.config.elastic import shrink_reason
 from jaxdist.core import matmul
 from jaxdist.core.attention.kernel_check import KernelCheck
@@ -43,8 +49,8 @@ from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_
 from jaxdist.core.weights import base_of, frozen, trained
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
-from jaxdist.data.record_rows import record_fields
-from jaxdist.models.adapters import with_base, with_start
+from jaxdist.data.record_rows import record_fields, row_kind
+from jaxdist.models.adapters import only_adapters, with_base, with_start
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -308,8 +314,8 @@ class Parts:
         """Return loaded weights with new adapters, if the run has any."""
         if not self.has_adapters:
             return params
-        make = lambda seed: trained(self._random_params(seed), self.model.axes)
-        adapters = self.without_base(self.abstract_state()).params
+        make = lambda seed: only_adapters(trained(self._random_params(seed), self.model.axes))
+        adapters = only_adapters(self.without_base(self.abstract_state()).params)
         shardings = jax.tree.map(lambda x: x.sharding, adapters)
         make = jax.jit(make, static_argnums=0, out_shardings=shardings)
         params = with_base(make(self.config.seed), params)
@@ -326,8 +332,8 @@ class Parts:
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
         data, seq_len = self.config.data, self.config.train.seq_len
         if data.has_single_rows:
-            rows, precomputes = data.records == "labeled", self.config.precomputes_reference
-            return record_fields(seq_len, labeled=rows, has_reference=precomputes)
+            kind = row_kind(data.records, self.config.num_labels)
+            return record_fields(seq_len, kind, has_reference=self.config.precomputes_reference)
         return fields or text_fields(seq_len, packed=data.packs_documents)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -358,7 +364,8 @@ class Parts:
 
         Without `init_from`, all are random. There are no adapters.
         """
-        path, reinit = self.config.init_from, self.config.reinit_params
+        path = self.config.init_from
+        reinit = [*self.config.reinit_params, *replaced_head(self.config)]
         target = base_of(self.abstract_state().params)
         named, structure = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_quantized)
         names = [f"params/{keystr(path, simple=True, separator='/')}" for path, _ in named]

@@ -104,7 +104,7 @@ class TrainedRun:
             data = dataclasses.replace(data, sources=named, **made[0])
         _, held_out = open_datasets(
             data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows,
-            global_batch_size=config.train.global_batch_size,
+            global_batch_size=config.train.global_batch_size, num_labels=config.num_labels,
         )  # fmt: skip
         if held_out is None:
             raise ConfigError(
@@ -119,7 +119,7 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """Evaluate the parameters of a checkpoint; see `evaluation_loop.evaluate`."""
-        parts, _ = with_teacher(self.parts_for(dataset.fields), dataset.fields)
+        parts = with_teacher(self.parts_for(dataset.fields), dataset.fields)
         return evaluate(
             parts.step,
             parts.in_execution_order(params),

@@ -85,7 +85,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
     settings = settings_before(run.path, config.step)
     opened, _ = open_datasets(
         settings.data, seq_len=settings.train.seq_len, seed=settings.seed,
-        global_batch_size=settings.train.global_batch_size,
+        global_batch_size=settings.train.global_batch_size, num_labels=settings.num_labels,
     )  # fmt: skip
     if not isinstance(opened, Dataset) or opened.kind != "text":
         raise ConfigError(
@@ -93,7 +93,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
             f"{opened.kind if isinstance(opened, Dataset) else 'a stream'}: only rows of text by "
             "number have losses of their own. Use python -m jaxdist.train --replay RUN:STEP."
         )
-    parts, _ = with_teacher(run.parts_for(opened.fields), opened.fields)
+    parts = with_teacher(run.parts_for(opened.fields), opened.fields)
     (data,) = with_reference(parts, in_examples(parts, opened))
     state, loader, checkpoint = state_before(parts, data, directory, config.step, history)
     with contextlib.closing(loader):

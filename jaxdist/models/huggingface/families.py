@@ -99,10 +99,21 @@ def read_config(hf: Any) -> DecoderConfig:
     problems = key_problems(hf, family)
     if not problems:
         config = _read_gpt2(hf) if family == "gpt2" else _read_llama(hf, family)
+        config = dataclasses.replace(config, num_labels=_num_labels(hf))
         problems = problems_of(config, "model")
     if problems:
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     return config
+
+
+_LABELED = "ForSequenceClassification"
+
+
+def _num_labels(hf: Mapping[str, Any]) -> int:
+    """Return the labels of a classifier, 0 for other models; 2 is the default of transformers."""
+    if not any(str(name).endswith(_LABELED) for name in hf.get("architectures") or ()):
+        return 0
+    return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2
 
 
 def left_out(hf: Mapping[str, Any]) -> list[str]:
@@ -216,8 +227,21 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return a Hugging Face `config.json` for a model whose weights are stored in `dtype`."""
     family = family_of(config)
     sizes = _GPT2_SIZES if family == "gpt2" else _LLAMA_SIZES
+    name, labels = _ARCHITECTURES[family], dict[str, Any]()
+    if config.num_labels:
+        if family in ("dots1", "olmoe"):
+            raise ConfigError(
+                f"transformers has no sequence classification for {family}: this model cannot be "
+                "exported."
+            )
+        name = {"gemma3_text": "Gemma3TextForCausalLM", "gpt2": "GPT2ForCausalLM"}.get(family, name)
+        name = name.replace("ForCausalLM", _LABELED)
+        ids = range(config.num_labels)
+        labels["id2label"] = {str(i): f"LABEL_{i}" for i in ids}
+        labels["label2id"] = {f"LABEL_{i}": i for i in ids}
     hf: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [name],
+        **labels,
         "model_type": family,
         "torch_dtype": dtype,
         "tie_word_embeddings": config.tie_embeddings,

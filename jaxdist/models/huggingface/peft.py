@@ -24,6 +24,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 
+SCORE = f"{_PREFIX}score.weight"
+"""PEFT's tensor of a score head, [num_labels, d_model]."""
+
 _KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "scale": "lora_magnitude_vector"}
 """Our array of an adapter -> its name in PEFT."""
 
@@ -44,7 +47,6 @@ _HARMLESS: dict[str, Any] = {
     "lora_bias": False,
     "lora_ga_config": None,
     "megatron_config": None,
-    "modules_to_save": None,
     "monteclora_config": None,
     "target_parameters": None,
     "use_bdlora": None,
@@ -68,6 +70,7 @@ _READ = {
     "alpha_pattern",
     "base_model_name_or_path",
     "lora_alpha",
+    "modules_to_save",
     "peft_type",
     "r",
     "rank_pattern",
@@ -191,7 +194,8 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
     return {
         **_HARMLESS,
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.num_labels else "CAUSAL_LM",
+        "modules_to_save": ["score"] if model.num_labels else None,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -233,6 +237,11 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
     targets = _targets(peft.get("target_modules"), model, source)
     if not targets:
         problems.append(f"{source}: target_modules matches none of {', '.join(names)}.")
+    saved = peft.get("modules_to_save") or []
+    if set(saved) - {"classifier", "score"} or (saved and peft.get("task_type") != "SEQ_CLS"):
+        problems.append(
+            f"{source}: modules_to_save={saved!r} is not supported. Only the score of SEQ_CLS is."
+        )
     if peft.get("alpha_pattern"):
         problems.append(f"{source}: alpha_pattern is not supported: use one lora_alpha.")
     if peft.get("use_dora") and peft.get("use_rslora"):

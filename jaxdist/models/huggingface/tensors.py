@@ -166,8 +166,7 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
 
     yield _table(config, "model.embed_tokens.weight")
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
-    if not config.tie_embeddings:
-        yield _head(config)
+    yield from _head(config)
     for norm, hf_name in _NORMS[config.norm_placement].items():
         yield from of_layer(f"{norm}/scale", (d,), _same(f"{hf_name}.weight", d))
     qkv, *sources = _qkv(config, "weight")
@@ -284,8 +283,7 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
             yield Piece(f"params/layers/{ours}", layer, shape, (source,))
 
     yield _table(config, "transformer.wte.weight")
-    if not config.tie_embeddings:
-        yield _head(config)
+    yield from _head(config)
     positions = _same("transformer.wpe.weight", config.max_seq_len, d)
     yield Piece("params/embed/positions", None, positions.shape, (positions,))
     for leaf, hf_name in (("scale", "weight"), ("bias", "bias")):
@@ -322,9 +320,14 @@ def _table(config: DecoderConfig, name: str) -> Piece:
     return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
 
 
-def _head(config: DecoderConfig) -> Piece:
-    source = _turned("lm_head.weight", config.vocab_size, config.d_model)
-    return Piece("params/head/kernel", None, (config.d_model, config.padded_vocab), (source,))
+def _head(config: DecoderConfig) -> Iterator[Piece]:
+    """Yield the kernel of scores, or of logits unless it is the embedding table."""
+    d, labels = config.d_model, config.num_labels
+    if labels:
+        yield Piece("params/head/score", None, (d, labels), (_turned("score.weight", labels, d),))
+    elif not config.tie_embeddings:
+        source = _turned("lm_head.weight", config.vocab_size, d)
+        yield Piece("params/head/kernel", None, (d, config.padded_vocab), (source,))
 
 
 def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:

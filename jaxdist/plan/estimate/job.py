@@ -12,6 +12,7 @@ from typing import Any, Literal
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
+from jaxdist.config.teacher import teacher_of, teacher_problems
 from jaxdist.core.attention import choose_kernel
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.kernel_check import KernelCheck
@@ -118,6 +119,16 @@ class Job:
     def changed(self, section: str, **changes: Any) -> Job:
         """Return the job with changed settings in one section."""
         return dataclasses.replace(self, config=with_section(self.config, section, **changes))
+
+    @functools.cached_property
+    def teacher(self) -> Job | None:
+        """The frozen teacher of distillation on the same mesh; None if there is none."""
+        made = teacher_of(self.config, self.model.vocab_size, str(self.dtype))
+        if made is None:
+            return None
+        if problems := made[0].mesh_problems(self.spec, made[1]):
+            raise teacher_problems(self.config.objective.teacher, problems)
+        return dataclasses.replace(self, config=made[0], model=made[1], check=None)
 
     # -- hardware and number formats --------------------------------------------------------------
 

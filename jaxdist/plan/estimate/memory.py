@@ -19,7 +19,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step.grouped_update import GROUP_BYTES, IN_FLIGHT
 from jaxdist.models.weights import Weight
 from jaxdist.optim.int8 import is_eligible
-from jaxdist.plan.estimate import attention
+from jaxdist.plan.estimate import attention, teacher
 from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.model_trace import row_of
@@ -28,6 +28,9 @@ from jaxdist.runtime.backend import memory_fraction
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 Parts = Mapping[str, float]
+
+TEACHER = "teacher"
+"""Class of the teacher's weights, which are arguments of a program of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +106,11 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         "parameters": sum(w.num_bytes * job.size(w, "param") for w in job.weights),
         "weight average": job.config.optim.ema_bytes * job.total(job.trained, "param"),
         "optimizer moments": moments if offload == "none" else 0.0,
-        "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
+        "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards
+        + teacher.field_bytes(job),
+        TEACHER: teacher.state_bytes(job),
     }
-    phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
+    phases = dict(_pipeline_phases(job) if job.schedule else _phases(job)) | teacher.phase(job)
     offloaded = costs_of(job).offloaded_per_layer()
     if offload != "none":  # XLA fetches moments as late as possible, when gradients are complete
         fetched = moments if offload == "host" else _moments_in_flight(job)

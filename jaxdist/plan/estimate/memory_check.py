@@ -15,7 +15,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model
 from jaxdist.hardware import GPUS, Cluster, Gpu, gpu_of
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
+from jaxdist.plan.estimate.memory import TEACHER, MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
 from jaxdist.plan.estimate.search import Candidate, search, smallest_changes
 from jaxdist.runtime import coordination
@@ -113,7 +113,7 @@ class Budget:
 
     def compare(self, stats: Any) -> str:
         """Return a warning if the step's `memory_analysis()` is not as estimated, else ""."""
-        needed = executable_bytes(stats)
+        needed = executable_bytes(stats) + self.memory.state.get(TEACHER, 0.0)
         error = self.memory.total_bytes / needed - 1
         # Of a small step, even a large error says nothing about whether the run fits.
         is_small = abs(error) * needed <= _NEGLIGIBLE * self.limit_bytes
@@ -139,7 +139,9 @@ class Budget:
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):
-            own = [executable_bytes(compile_with(budget)), budget.limit_bytes]
+            stats = compile_with(budget)
+            teacher = budget.memory.state.get(TEACHER, 0.0)
+            own = [executable_bytes(stats) + teacher, budget.limit_bytes]
             needed, limit = agree("compiled_memory", own, _extremes)
             if needed <= limit:
                 return

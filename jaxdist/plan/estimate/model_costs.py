@@ -163,7 +163,8 @@ class DecoderCosts(ModelCosts):
         self.keys = shape.num_kv_heads * shape.head_dim // tensor
         self.up = shape.up // tensor
         self.hidden = shape.hidden // tensor
-        self.vocab = shape.vocab // tensor
+        # Scores have few columns, and are not split.
+        self.columns = shape.columns // tensor if shape.columns == shape.vocab else shape.columns
 
     # -- work --------------------------------------------------------------------------------------
 
@@ -172,7 +173,8 @@ class DecoderCosts(ModelCosts):
         job, shape = self.job, self.shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer = shape.d_model * (2 * queries + 2 * keys + shape.up + shape.hidden)
-        products = job.model.num_layers * layer + job.model.vocab_size * shape.d_model
+        columns = min(shape.columns, job.model.vocab_size) * (shape.columns == shape.vocab)
+        products = job.model.num_layers * layer + columns * shape.d_model
         full = {w: min(job.seq_len, w or job.seq_len) * n for w, n in job.layers_by_window.items()}
         causal = job.model.num_layers * sum(attention.keys_by_window(job).values())
         seen = causal if convention == "causal" else sum(full.values())
@@ -222,7 +224,7 @@ class DecoderCosts(ModelCosts):
         """
         job = self.job
         logit_passes = 5 * WIDE + 2 * job.compute_bytes
-        columns = self.shape.vocab / job.spec[TENSOR]
+        columns = self.columns
         trains = job.trained_share(job.outer) > 0
         kernel_passes = 2 * WIDE * self.d_model * columns * job.tokens / max(1, job.loss_chunk)
         return Work(
@@ -256,7 +258,7 @@ class DecoderCosts(ModelCosts):
             ((tokens, self.d_model, self.queries), layers),
             ((rows, self.up // parts, self.d_model), layers * experts),
             ((rows, self.d_model, self.hidden // parts), layers * experts),
-            ((chunk, self.vocab, self.d_model), max(1, tokens // chunk)),
+            ((chunk, self.columns, self.d_model), max(1, tokens // chunk)),
         ]
 
     # -- bytes of activations ----------------------------------------------------------------------
@@ -437,8 +439,7 @@ class DecoderCosts(ModelCosts):
     def head_parts(self) -> Mapping[str, float]:
         """Return the bytes alive during the loss: chunks of logits, gradient of the kernel."""
         job = self.job
-        kernel = self.d_model * self.shape.vocab // job.spec[TENSOR]
-        logits = job.loss_chunk * self.shape.vocab // job.spec[TENSOR]
+        kernel, logits = self.d_model * self.columns, job.loss_chunk * self.columns
         return {
             "head gradient": WIDE * kernel * (job.trained_share(job.outer) > 0),
             "gathered weights": job.compute_bytes * kernel,
@@ -452,4 +453,5 @@ class DecoderCosts(ModelCosts):
 
     def is_tied(self) -> bool:
         """Return True if the head's kernel is the embedding table (tied)."""
-        return sum(self.shape.vocab_dim in w.dims for w in self.job.outer) == 1
+        has_logits = self.shape.columns == self.shape.vocab
+        return has_logits and sum(self.shape.vocab_dim in w.dims for w in self.job.outer) == 1

@@ -137,6 +137,7 @@ class DecoderShape:
         up: output width of the MLP's first product, including the gate.
         hidden: input width of the MLP's last product.
             With experts, both are those of all experts of one token.
+        columns: outputs of the head; `vocab` unless they are scores of complete rows.
         num_norms: norms of the residual stream per block.
         num_layer_norms: how many of these norms subtract the mean.
         norms_mlp_output: a norm follows the MLP's last product.
@@ -151,6 +152,7 @@ class DecoderShape:
     num_experts: int
     experts_per_token: int
     vocab: int
+    columns: int
     vocab_dim: str
     num_norms: int
     num_layer_norms: int
@@ -164,8 +166,8 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     """Return the sizes of a decoder, recognized by its trace; None for any other structure.
 
     The block must call attention once. Its products must have the outputs and FLOPs of query, key,
-    value, output and an MLP, in any split into arrays. The head must be a `TokenHead`. Adapters
-    are left out.
+    value, output and an MLP, in any split into arrays. The head must be a `TokenHead` or the scores
+    of a row. Adapters are left out.
     """
     model = without_adapters(model)
     block = _trace_block(model, seq_len)
@@ -198,9 +200,10 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     up = outputs / seq_len - queries - 2 * keys - 2 * d_model
     hidden = products / (2 * seq_len * d_model) - 2 * queries - 2 * keys - up
     head = _head(model, seq_len)
-    if up <= 0 or hidden not in (up, up / 2) or not isinstance(head, TokenHead):
+    scores = 0 if isinstance(head, TokenHead) else _num_scores(model, head)
+    if up <= 0 or hidden not in (up, up / 2) or not (scores or isinstance(head, TokenHead)):
         return None
-    vocab = head.kernel.shape[1]
+    vocab = model.dims["vocab"] if scores else head.kernel.shape[1]
     dims = {dim for leaf in jax.tree.leaves(model.axes) for dim in leaf if dim}
     return DecoderShape(
         d_model=d_model,
@@ -212,6 +215,7 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         num_experts=num_experts,
         experts_per_token=block.experts_per_token,
         vocab=vocab,
+        columns=scores or vocab,
         vocab_dim=max(dims, key=lambda dim: (model.dims.get(dim) == vocab, dim == "vocab", dim)),
         num_norms=norms["all"],
         # A router sums over its experts as a layer norm does over its inputs.
@@ -220,6 +224,12 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         marks=frozenset(marks - {_ATTEND} | {"attention"}),
         call=call,
     )
+
+
+def _num_scores(model: Model, head: Any) -> int:
+    """Return the size of scores [batch, num_labels]; 0 for any other output of a head."""
+    is_scores = isinstance(head, jax.ShapeDtypeStruct) and head.ndim == 2 and "vocab" in model.dims
+    return head.shape[1] if is_scores else 0
 
 
 def _head(model: Model, seq_len: int) -> Any:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
-from jaxdist.plan.estimate import attention, products, traffic
+from jaxdist.plan.estimate import attention, products, teacher, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import disk_bytes, moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
@@ -281,7 +281,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     # Passes that an objective computes first; a third of the work of the ends is forward.
     passes = getattr(job.model.objective, "extra_forwards", 0)
     first = (forward * layers + ends * (1 / 3)) * (passes * count)
-    first += forward * (layers * count * job.has_first_pass)
+    first += forward * (layers * count * job.has_first_pass) + teacher.work(job) * count
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count + first
         return total, 0.0, launches

@@ -113,10 +113,10 @@ def rerun(
             config = own.config
             data = open_datasets(
                 config.data, seq_len=config.train.seq_len, seed=config.seed,
-                global_batch_size=config.train.global_batch_size,
+                global_batch_size=config.train.global_batch_size, num_labels=config.num_labels,
             )  # fmt: skip
-            own, budget = with_teacher(own, data[0].fields, own.budget())
-            own, _ = decide_step(own, data[0].fields, budget)  # same program as training
+            own = with_teacher(own, data[0].fields)
+            own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
             history = read_history(run)
             state, loader, _ = state_before(own, data[0], run, start + 1, history)
             stack.callback(loader.close)

@@ -54,6 +54,9 @@ def run(config: Config) -> int:
     lora = peft.read_config(settings, model, str(source))
     values = {n: t.read() for n, t in safetensors.open_file(source / peft.WEIGHTS).items()}
     arrays: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    score = values.pop(peft.SCORE, None)
+    if score is not None:
+        model = dataclasses.replace(model, num_labels=len(score))
     problems, ranks = [], lora.target_modules(model)
     rows: dict[str, np.ndarray] = {}
     for module in peft.modules(model, lora):
@@ -79,6 +82,8 @@ def run(config: Config) -> int:
         raise ConfigError([f"{source}: {problem}" for problem in problems])
     with making_run(out):
         stacked = {name: np.stack(parts) for name, parts in arrays.items()} | rows
+        if score is not None:
+            stacked["params/head/score"] = score.T.astype(np.float32)
         writer = CheckpointWriter(
             out / "checkpoints" / "0", sum(x.nbytes for x in stacked.values())
         )

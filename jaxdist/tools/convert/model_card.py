@@ -9,13 +9,14 @@ from jaxdist import __version__
 from jaxdist.config import RunConfig
 from jaxdist.runtime import hub
 
-_CLASSES = {"transformers": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}
+_CLASSES = {"transformers": "AutoModelFor", "peft": "AutoPeftModelFor"}
 
 
 def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library: str) -> str:
     """Return the text; `library` loads the model: transformers or peft."""
     start = settings.init_from
-    header = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["jaxdist"]}
+    pipeline = "text-classification" if settings.num_labels else "text-generation"
+    header = {"library_name": library, "pipeline_tag": pipeline, "tags": ["jaxdist"]}
     if hub.is_hub_name(start):
         header["base_model"] = start.partition("@")[0]
     train = settings.train
@@ -30,7 +31,7 @@ def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library:
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
-    name = _CLASSES[library]
+    name = _CLASSES[library] + ("SequenceClassification" if settings.num_labels else "CausalLM")
     return (
         f"---\n{lines}\n---\n\n# {settings.name}\n\nTrained with jaxdist {__version__}.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n```python\nfrom {library} import {name}\n\n"

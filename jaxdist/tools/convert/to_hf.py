@@ -183,6 +183,8 @@ def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else None}
     if len(ends) == 1:
         ids["eos_token_id"] = ends[0]
+    if tokenizer.pad_id is not None:
+        ids["pad_token_id"] = tokenizer.pad_id
     if isinstance(tokenizer, FileTokenizer):
         for name, content in tokenizer.files.items():
             (out / name).write_bytes(content)

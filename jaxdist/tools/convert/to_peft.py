@@ -87,6 +87,9 @@ def export(config: Config) -> str:
     for array, table in peft.token_tables(model, lora).items():
         rows = stored.read(array.replace("params/", f"{item}/", 1)).astype(dtype)
         tensors[peft.rows_name(table)] = safetensors.Tensor(rows.shape, dtype, [rows])
+    if model.num_labels:
+        score = stored.read(f"{item}/head/score").T.astype(dtype)
+        tensors[peft.SCORE] = safetensors.Tensor(score.shape, dtype, [score])
     base = config.base or (start.partition("@")[0] if hub.is_hub_name(start) else start)
     with new_output(out) as partial:
         partial.mkdir()

@@ -110,6 +110,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
                 data, _ = open_datasets(
                     settings.data, seq_len=seq_len, seed=seed,
                     global_batch_size=settings.train.global_batch_size,
+                    num_labels=settings.num_labels,
                 )  # fmt: skip
                 settings = with_steps(settings, data)
         except ConfigError as error:

@@ -1,0 +1,349 @@
+"""Reward models and classifiers of texts against transformers, TRL, PEFT and one device."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from adapter_runs import RATE, STEPS, adapter_run, peft_model, peft_tensors
+from commands import records, run_here
+from decoders import FAMILIES, VARIANTS
+from hf_models import write_model
+from refusals import refused
+from test_preference import evaluated, write_records
+
+from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.experts import make_experts
+from jaxdist.core.forward import ForwardPass
+from jaxdist.core.matmul.grouped import make_grouped_dot
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.types import Context
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.models import build
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.directory import read_model
+from jaxdist.objectives.config import ObjectiveConfig
+from jaxdist.plan.estimate.model_trace import decoder_of
+from jaxdist.run.setup import assemble
+from jaxdist.settings import problems_of
+
+ROWS, SEQ, VOCAB = 16, 24, 96
+NAMES = ("loss", "grad_norm", "accuracy", "weight")
+SIZES = dict(num_layers=2, vocab_size=VOCAB, max_seq_len=SEQ)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    write_model(folder / "dense", dataclasses.replace(FAMILIES["qwen3"], **SIZES), scale=0.1)
+    sparse = dataclasses.replace(VARIANTS["qwen3_moe"], **SIZES | {"num_layers": 1})
+    write_model(folder / "sparse", sparse, scale=0.1)
+    return folder
+
+
+def config_of(bases, labels=1, mesh="dp=1", base="dense", lora=0, microbatches=0):
+    config = adapter_run(
+        bases / base, rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches,
+        lora={"rank": lora},
+        objective=ObjectiveConfig(kind="reward" if labels == 1 else "cross_entropy"),
+        data=DataConfig(tokenizer="bytes", records="preference" if labels == 1 else "text_label"),
+    )  # fmt: skip
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_labels=labels))
+
+
+def batches(labels):
+    """Yield batches of texts of 3 to 24 tokens, padded with 0."""
+    random = np.random.default_rng(5)
+    while True:
+        lengths = random.integers(3, SEQ + 1, ROWS)
+        is_real = np.arange(SEQ) < lengths[:, None]
+        tokens = np.where(is_real, random.integers(2, VOCAB, (ROWS, SEQ)), 0).astype(np.int32)
+        weights = (np.arange(SEQ) == lengths[:, None] - 1).astype(np.float32)
+        batch = {"tokens": tokens, "targets": np.zeros_like(tokens), "weights": weights}
+        if labels > 1:
+            batch["labels"] = (tokens[:, 0] % labels).astype(np.int32)
+        yield batch
+
+
+def train(config, steps=STEPS):
+    """Return the metrics of each step, and the parameters before and after."""
+    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
+    parts = assemble(config, jax.devices()[:number])
+    state, history = parts.init_state(), []
+    get = lambda params: jax.tree.map(np.array, jax.device_get(parts.in_model_order(params)))
+    before = get(state.params)  # the step donates them
+    for batch in itertools.islice(batches(config.num_labels), steps):
+        placed = place_batch(batch, parts.step.batch_sharding)
+        state, metrics = parts.step.train(state, placed, np.inf)
+        history.append({name: float(metrics[name]) for name in NAMES})
+    return history, before, get(state.params)
+
+
+# --- meshes ---
+
+MESHES = {
+    "fsdp=2,tp=2": {},
+    "dp=2,cp=2": {"microbatches": 2},
+    "pp=2,tp=2": {"microbatches": 4},
+    "cp=2,tp=2": {},
+    "ep=2,fsdp=2": {"labels": 3, "base": "sparse"},
+}
+MORE_MESHES = {
+    "dp=4": {"labels": 3, "microbatches": 2},
+    "dp=8": {},
+    "fsdp=4": {"lora": 4},
+    "tp=2": {"labels": 3},
+    "dp=2,fsdp=2,tp=2": {"lora": 4},
+    "fsdp=2,cp=2": {},
+    "pp=2": {"labels": 3, "microbatches": 4},
+    "fsdp=2,pp=2": {"lora": 4, "microbatches": 2},
+    "pp=2,cp=2": {"labels": 3, "microbatches": 2},
+    "cp=4": {},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(bases):
+    return functools.cache(lambda **changes: train(config_of(bases, **changes))[0])
+
+
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)]
+)
+def test_a_mesh_learns_the_same_as_one_device(bases, alone, mesh):
+    changes = (MESHES | MORE_MESHES)[mesh]
+    history, _, _ = train(config_of(bases, mesh=mesh, **changes))
+    expected = alone(**{k: v for k, v in changes.items() if k != "microbatches"})
+    assert expected[-1]["loss"] != expected[0]["loss"]
+    assert expected[0]["weight"] == ROWS // (1 + (changes.get("labels", 1) == 1))
+    for name in NAMES[:3]:
+        values = ([metrics[name] for metrics in part] for part in (history, expected))
+        np.testing.assert_allclose(*values, rtol=2e-5, atol=0, err_msg=name)
+
+
+# --- PyTorch ---
+
+
+def torch_losses(config, model, steps=STEPS):
+    """Train a classifier of transformers in PyTorch; pairs have the loss of TRL's RewardTrainer."""
+    import torch
+    from trl import RewardTrainer
+    from trl.trainer.reward_trainer import DataCollatorForPreference
+
+    moving = [p for p in model.parameters() if p.requires_grad]
+    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
+                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
+    # What TRL's loss reads of its trainer.
+    trainer = SimpleNamespace(
+        model=model.eval(), args=SimpleNamespace(center_rewards_coefficient=None),
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+    )  # fmt: skip
+    collate, losses = DataCollatorForPreference(pad_token_id=0), []
+    for batch in itertools.islice(batches(config.num_labels), steps):
+        texts = [row[row > 0].tolist() for row in batch["tokens"]]
+        if config.num_labels == 1:
+            pairs = zip(texts[::2], texts[1::2], strict=True)
+            inputs = collate([{"chosen_ids": a, "rejected_ids": b} for a, b in pairs])
+            loss = RewardTrainer.compute_loss(trainer, model, inputs)
+        else:
+            tokens = torch.from_numpy(batch["tokens"]).long()
+            labels = torch.from_numpy(batch["labels"]).long()
+            loss = model(tokens, attention_mask=tokens > 0, labels=labels).loss
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        losses.append(loss.item())
+    return losses
+
+
+# TRL and transformers warn of what torch deprecates.
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("labels, lora", [(1, 0), (1, 4), (3, 0)])
+def test_twenty_steps_equal_those_in_pytorch(bases, labels, lora):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    pytest.importorskip("trl", reason="needs the reference extra (trl)")
+    config = config_of(bases, labels, lora=lora)
+    history, before, after = train(config)
+    if lora:
+        model = peft_model(config, bases / "dense", before)
+    else:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            bases / "dense", num_labels=labels, pad_token_id=0, attn_implementation="eager",
+            dtype=torch.float32,
+        )  # fmt: skip
+        with torch.no_grad():
+            model.score.weight.copy_(torch.from_numpy(before["head"]["score"].T.copy()))
+    expected = torch_losses(config, model)
+    np.testing.assert_allclose([m["loss"] for m in history], expected, rtol=2e-5)
+    assert expected[0] != expected[-1]
+    if lora:
+        import peft
+
+        ours, theirs = peft_tensors(config, after), peft.get_peft_model_state_dict(model)
+        assert ours.keys() == theirs.keys()
+        name = "base_model.model.score.weight"
+        np.testing.assert_allclose(ours[name], theirs[name].numpy(), atol=1e-3)
+
+
+def scores_of(model, params, batch):
+    """Return the scores of a batch on one device, float32 [rows, num_labels]."""
+    model = dataclasses.replace(model, objective=lambda output, *_: {"scores": output})
+    context = Context(
+        attend=make_attend(AttentionPlan("cpu")), experts=make_experts(make_grouped_dot("cpu"))
+    )
+    return jax.jit(lambda *args: ForwardPass(model).loss(*args, context)["scores"])(params, batch)
+
+
+CLASSES = [*FAMILIES, "olmo2", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe"]
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("family", CLASSES)
+def test_scores_and_tensors_of_transformers_classes(tmp_path, family):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    config = dataclasses.replace((FAMILIES | VARIANTS)[family], num_labels=3)
+    write_model(tmp_path / "hf", config, scale=0.1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "hf", pad_token_id=0, attn_implementation="eager", dtype=torch.float32
+    )
+    batch = next(batches(1))
+    tokens = torch.from_numpy(batch["tokens"]).long()
+    with torch.no_grad():
+        expected = model.eval()(tokens, attention_mask=tokens > 0).logits.numpy()
+    run = adapter_run(tmp_path / "hf", rows=ROWS, seq_len=SEQ, lora={"rank": 0})
+    assert run.model.num_labels == 3
+    params = assemble(run, jax.devices()[:1]).initial_params()
+    ours = scores_of(build(run.model, seq_len=SEQ), params, batch)
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    assert np.ptp(expected) > 0.1
+    # Import and export keep every bit, and every name.
+    assert run_here("tools.convert.__main__", "from-hf", tmp_path / "hf", tmp_path / "run") == 0
+    assert run_here("tools.convert.__main__", "to-hf", tmp_path / "run", tmp_path / "back") == 0
+    before, after = (safetensors.open_all(tmp_path / name) for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
+    assert read_model(tmp_path / "back") == read_model(tmp_path / "hf")
+
+
+# --- rows and settings ---
+
+
+def opened(tmp_path, lines, num_labels, seq_len=12, **settings):
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    kind = "preference" if num_labels == 1 else "text_label"
+    config = DataConfig(
+        sources=[str(path)], tokenizer="bytes", records=kind, eval_fraction=0.0, **settings
+    )
+    return open_datasets(config, seq_len=seq_len, num_labels=num_labels)[0]
+
+
+def test_the_score_is_read_at_the_last_token(tmp_path):
+    pairs = opened(tmp_path, [{"prompt": "a", "chosen": " b", "rejected": " long text"}], 1)
+    texts = [bytes(pairs[i]["tokens"].astype(np.uint8)) for i in range(2)]
+    assert texts == [b"a b\0" + bytes(8), b"a long text\0"]  # byte 0 ends a completion
+    assert [np.flatnonzero(pairs[i]["weights"]).tolist() for i in range(2)] == [[3], [11]]
+    lines = [{"text": "abc", "label": 2}, {"text": "a text that is cut", "label": 0}]
+    classes = opened(tmp_path, lines, 3)
+    assert [int(classes[i]["labels"]) for i in range(2)] == [2, 0]
+    assert bytes(classes[1]["tokens"].astype(np.uint8)) == b"a text that "
+    assert [np.flatnonzero(classes[i]["weights"]).tolist() for i in range(2)] == [[2], [11]]
+    assert opened(tmp_path, lines, 3, long_records="drop").num_rows == 1
+    with refused("1 of 2 records", "data.long_records"):
+        opened(tmp_path, lines, 3, long_records="reject")
+    with refused("label 2", "model.num_labels=3"):
+        opened(tmp_path, lines, 2)
+    for bad in ({"text": "a"}, {"text": "a", "label": True}, {"text": "", "label": 0},
+                {"text": "a", "label": 256}, {"text": "a", "label": 0, "weight": 2}):  # fmt: skip
+        with refused("records.jsonl:2"):
+            opened(tmp_path, [lines[0], bad], 3)
+
+
+def test_settings_that_do_not_fit_scores(bases):
+    config = config_of(bases)
+    relevant = lambda config: [p for p in problems_of(config) if "num_labels" in p]
+    assert relevant(config) == [] == relevant(config_of(bases, 3))
+    changed = lambda section, **values: dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **values)}
+    )
+    for wrong, name in (
+        (changed("model", num_labels=0), "model.num_labels to 1"),
+        (changed("model", num_labels=3), "model.num_labels to 1"),
+        (changed("data", records="text_label"), "data.records=preference"),
+        (changed("objective", kind="dpo"), "model.num_labels to 0"),
+        (changed("objective", kind="cross_entropy"), "model.num_labels to 0"),
+    ):
+        assert any(name in problem for problem in problems_of(wrong)), name
+    assert any("rows_per_example=2" in p for p in config.mesh_problems(
+        dataclasses.replace(config.mesh, shape="dp=16").spec))  # fmt: skip
+
+
+def test_the_estimate_recognizes_a_decoder_with_scores(bases):
+    config = config_of(bases, 3)
+    shape = decoder_of(build(config.model, seq_len=SEQ), SEQ)
+    plain = dataclasses.replace(config.model, num_labels=0)
+    expected = decoder_of(build(plain, seq_len=SEQ), SEQ)
+    assert shape == dataclasses.replace(expected, columns=3)
+
+
+# --- commands ---
+
+
+def trained(tmp_path, name, *flags):
+    settings = (
+        "--train.seq-len 48 --train.steps 20 --train.global-batch-size 16 --optim.peak-lr 1e-2 "
+        "--optim.warmup-steps 2 --eval.interval-steps 10 --data.eval-fraction 0.1 "
+        f"--data.tokenizer bytes --run-dir {tmp_path / name}"
+    )
+    assert run_here("train", *settings.split(), *" ".join(flags).split()) == 0
+    return [records(tmp_path / name, part) for part in ("train", "eval")]
+
+
+SMALL = "--model.d-model 32 --model.num-layers 2 --model.num-heads 4"
+
+
+def test_a_reward_model_learns_from_a_trained_run(tmp_path, capsys):
+    pairs = write_records(tmp_path / "pairs.jsonl")
+    base = dataclasses.replace(FAMILIES["qwen3"], vocab_size=256, max_seq_len=64)
+    write_model(tmp_path / "base", base, scale=0.1)
+    flags = f"--data.sources {pairs} --data.records preference --objective.kind reward"
+    flags += f" --model.num-labels 1 --init-from {tmp_path / 'base'}"
+    _, evals = trained(tmp_path, "all", flags, "--mesh fsdp=4,tp=2")
+    assert evals[1]["accuracy"] == 1 and evals[0]["reward_margin"] < evals[1]["reward_margin"]
+    result = evaluated(capsys, tmp_path / "all")
+    assert result["accuracy"] == 1 and result["loss"] == pytest.approx(evals[1]["loss"], rel=1e-5)
+    with refused("does not generate text"):
+        run_here("generate", tmp_path / "all", "--prompt", "a")
+    # Adapters: the head is trained and saved next to them.
+    _, evals = trained(tmp_path, "lora", flags, "--lora.rank 4 --lora.base-format float32")
+    assert evals[1]["accuracy"] == 1
+    convert = functools.partial(run_here, "tools.convert.__main__")
+    run, peft, merged, hf = (tmp_path / name for name in ("lora", "peft", "merged", "hf"))
+    assert convert("to-peft", run, peft) == 0
+    assert convert("merge", run, merged) == 0
+    assert convert("to-hf", merged, hf) == 0
+    assert read_model(hf).num_labels == 1
+    assert run_here("verify.__main__", run, "--export", peft) == 0
+    assert run_here("verify.__main__", merged, "--export", hf) == 0
+
+
+def test_a_classifier_reports_its_accuracy(tmp_path, capsys):
+    random, words = np.random.default_rng(0), [["red", "ruby"], ["sky", "sea"], ["leaf", "fern"]]
+    path = tmp_path / "texts.jsonl"
+    with path.open("w") as file:
+        for i in range(200):
+            text = " ".join(random.choice(words[i % 3], random.integers(2, 6)))
+            file.write(json.dumps({"text": text, "label": i % 3}) + "\n")
+    flags = f"--data.sources {path} --data.records text_label --model.num-labels 3 {SMALL}"
+    _, evals = trained(tmp_path, "run", flags, "--train.label-smoothing 0.1 --mesh dp=8")
+    assert evals[1]["accuracy"] == 1 and evals[1]["examples"] == 20
+    assert evaluated(capsys, tmp_path / "run")["accuracy"] == 1
