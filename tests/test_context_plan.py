@@ -99,7 +99,7 @@ def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
     )
     config.check_mesh(job.spec, job.model, job.cluster.num_gpus)
     assert estimate_memory(job).total_bytes <= 0.9 * usable_bytes(job)
-    assert (job.exchange.exchange, job.attention) == ("all_to_all", "cudnn")
+    assert (job.plan.exchange.exchange, job.attention) == ("all_to_all", "cudnn")
     page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
     compiled = float(re.search(rf"^\| `{name}` .*\| ([\d.]+) \| [\d.]+ \|$", page, re.M)[1])
     assert estimate_memory(job).total_bytes / 2**30 == pytest.approx(compiled, rel=0.05)
@@ -159,7 +159,7 @@ def test_the_search_selects_the_fastest_exchange_and_names_it(heads, kv_heads, f
     config, spec = long_rows(heads, kv_heads), MeshSpec(context=16)
     best = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)
     name = best.job.config.mesh.context_attention
-    assert name == best.job.exchange.exchange == fastest
+    assert name == best.job.plan.exchange.exchange == fastest
     assert best.flags(config)["mesh.context_attention"] == name
     for other in exchanges(best.job):
         changed = Candidate.of(best.job.changed("mesh", context_attention=other))

@@ -50,7 +50,10 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     others = []
     for position, x in enumerate(arrays):
         if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
-            meshes.setdefault(x.sharding.mesh, {})[position] = _shortest(x.sharding.spec)
+            entries = [*x.sharding.spec]
+            while entries and entries[-1] is None:
+                entries.pop()
+            meshes.setdefault(x.sharding.mesh, {})[position] = PartitionSpec(*entries)
         else:
             others.append(position)
     started = []
@@ -98,14 +101,6 @@ def _program_of(
         return jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
     return jax.jit(program)
-
-
-def _shortest(spec: PartitionSpec) -> PartitionSpec:
-    """Drop trailing `None` entries, so that `P(None)` and `P()` share one compiled program."""
-    entries = [*spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jaxdist.checkpoint.config import CheckpointConfig
@@ -46,7 +45,7 @@ from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
-from jaxdist.runtime.storage import is_url, locate, url_problem
+from jaxdist.runtime.storage import locate, url_problem
 from jaxdist.settings import ConfigError, Removed, problems_of, setting
 
 _MAX_SIMULATED = 4096  # simulated devices per process; each costs a thread and memory
@@ -355,7 +354,8 @@ class RunConfig:
         urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
         if urls:
             return [*problems, *(f"{name}={problem}" for name, problem in urls.items())]
-        if self.run_dir and _is_file(self.run_dir):
+        here = locate(self.run_dir) if self.run_dir else None
+        if here is not None and here.exists() and not here.is_directory():
             problems.append(
                 f"run_dir={self.run_dir!r} is a file: a new or existing run directory is needed. "
                 "Name another."
@@ -511,13 +511,6 @@ class RunConfig:
 
     def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
         return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))
-
-
-def _is_file(path: str) -> bool:
-    if not is_url(path):
-        return Path(path).expanduser().is_file()
-    location = locate(path)
-    return location.exists() and not location.is_directory()
 
 
 def _is_directory(path: str) -> bool:

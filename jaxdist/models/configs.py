@@ -99,18 +99,8 @@ class _ModelDefaults:
         """Return the errors between settings of this section."""
         return []
 
-    def run_problems(
-        self,
-        *,
-        seq_len: int,
-        num_tokens: int,
-        tokenizer: str,
-        simulate: int,
-        objective: str,
-        matmul_dtype: str,
-    ) -> list[str]:
-        """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
-        del seq_len, num_tokens, tokenizer, simulate, objective, matmul_dtype
+    def run_problems(self, *_: Any, **facts: Any) -> list[str]:
+        """Return conflicts between this model and a run, see `DecoderConfig.run_problems`."""
         return []
 
 

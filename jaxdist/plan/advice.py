@@ -232,7 +232,7 @@ def _compared(other: Candidate, choice: Candidate) -> str:
 def _exchange(plan: Plan) -> Iterator[Advice]:
     """Compare the context-parallel exchanges of keys and values."""
     choice = plan.choice
-    job, used = choice.job, choice.job.exchange
+    job, used = choice.job, choice.job.plan.exchange
     if used is None:
         return
     sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]

@@ -12,6 +12,11 @@ from jaxdist.plan.compiled.check import NotCompiled
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.planner import CompilerCheck, Plan
 
+_MEMORY = (
+    *("parts", "total_bytes", "state_bytes", "temporary_bytes", "host_bytes", "disk_bytes"),
+    "phases",
+)
+
 
 def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
     """Return the plan as JSON-compatible data; infinite numbers become None."""
@@ -32,15 +37,9 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "decisions": dict(plan.choice.job.plan.reasons),
             "flags": plan.choice.flags(plan.base),
             "memory": {
-                "parts": plan.choice.memory.parts,
-                "total_bytes": plan.choice.memory.total_bytes,
-                "state_bytes": plan.choice.memory.state_bytes,
-                "temporary_bytes": plan.choice.memory.temporary_bytes,
-                "host_bytes": plan.choice.memory.host_bytes,
-                "disk_bytes": plan.choice.memory.disk_bytes,
+                **{name: getattr(plan.choice.memory, name) for name in _MEMORY},
                 "is_upper_bound": plan.choice.memory.is_rough,
                 "peak_phase": plan.choice.memory.peak,
-                "phases": plan.choice.memory.phases,
             },
             "step": _step(plan.choice),
             "largest_batch": _largest(plan),

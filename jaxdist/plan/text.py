@@ -216,7 +216,7 @@ def _mesh(plan: Plan, rank: int, choice: Candidate, best: Candidate | None) -> I
     time, config = choice.time, choice.job.config
     details = f"remat {choice.job.remat}, {choice.job.num_microbatches} microbatches"
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
-    details += f", {choice.job.exchange.exchange}" if choice.job.exchange else ""
+    details += f", {choice.job.plan.exchange.exchange}" if choice.job.plan.exchange else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
         f" {mark}{rank:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"

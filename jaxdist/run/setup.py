@@ -308,10 +308,7 @@ class Parts:
 
     def start_params(self) -> Params:
         """Return the parameters before the first step, in the order of the model."""
-        return self._with_new_adapters(self.initial_params())
-
-    def _with_new_adapters(self, params: Params) -> Params:
-        """Return loaded weights with new adapters, if the run has any."""
+        params = self.initial_params()
         if not self.has_adapters:
             return params
         make = lambda seed: only_adapters(trained(self._random_params(seed), self.model.axes))

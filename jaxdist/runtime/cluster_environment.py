@@ -74,7 +74,11 @@ def resolve(
         plan = _from_flags(environ, settings)
     else:
         plan = _from_environment(environ)
-    _check_process_id(plan)
+    if not 0 <= plan.process_id < plan.num_processes:
+        raise ConfigError(
+            f"{plan.source}: process id {plan.process_id} is not in a job of "
+            f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
+        )
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
     _check(plan)
@@ -152,7 +156,15 @@ def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
     for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_mpi, _from_slurm):
         if plan := read(environ):
             return plan
-    _reject_incomplete(environ)
+    for address, _, processes, process_id in _SPELLINGS:
+        rest = [name for name in (processes, process_id) if name in environ]
+        if address in environ and len(rest) == 1:
+            missing = process_id if rest == [processes] else processes
+            raise ConfigError(
+                f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
+                f"{missing} is not: this process would run alone. Set {missing}, or "
+                "runtime.num_processes=1 to run one process."
+            )
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
 
 
@@ -188,19 +200,6 @@ _SPELLINGS = (
         "JOB_COMPLETION_INDEX",
     ),
 )
-
-
-def _reject_incomplete(environ: Mapping[str, str]) -> None:
-    """Reject an incomplete set of a coordinator's variables; an address alone is allowed."""
-    for address, _, processes, process_id in _SPELLINGS:
-        rest = [name for name in (processes, process_id) if name in environ]
-        if address in environ and len(rest) == 1:
-            missing = process_id if rest == [processes] else processes
-            raise ConfigError(
-                f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
-                f"{missing} is not: this process would run alone. Set {missing}, or "
-                "runtime.num_processes=1 to run one process."
-            )
 
 
 def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
@@ -410,14 +409,6 @@ def _local_devices(
 
 
 # --- checks and small readers ---------------------------------------------------------------------
-
-
-def _check_process_id(plan: JoinPlan) -> None:
-    if not 0 <= plan.process_id < plan.num_processes:
-        raise ConfigError(
-            f"{plan.source}: process id {plan.process_id} is not in a job of "
-            f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
-        )
 
 
 def _check(plan: JoinPlan) -> None:

@@ -177,20 +177,16 @@ def _report(error: BaseException, otherwise: str) -> int:
         advice = getattr(error, "advice", "") or advice_for(
             f"{type(error).__name__}: {error}", otherwise
         )
-        _print_block(error, text, advice)
+        process, total = process_id_and_count()
+        where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
+        rule = "=" * 100
+        block = (
+            f"\n{rule}\nfailed:  {_first_line(error)}\nwhere:   {where}\n\n{text}\n\n"
+            f"to do:   {advice}\n{rule}"
+        )
+        _print_error(block)
     write_error_file(code, text, advice)
     return code
-
-
-def _print_block(error: BaseException, text: str, advice: str) -> None:
-    process, total = process_id_and_count()
-    where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
-    rule = "=" * 100
-    block = (
-        f"\n{rule}\nfailed:  {_first_line(error)}\nwhere:   {where}\n\n{text}\n\n"
-        f"to do:   {advice}\n{rule}"
-    )
-    _print_error(block)
 
 
 def _print_error(text: str) -> None:

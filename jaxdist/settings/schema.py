@@ -110,7 +110,12 @@ def read_value(raw: Any, annotation: Any) -> Any:
                 return read_value(raw, part)
         return read_value(raw, last)
     if get_origin(annotation) is Literal:
-        return _read_choice(raw, get_args(annotation))
+        choices = get_args(annotation)
+        for choice in choices:
+            same = str(choice) == raw if isinstance(raw, FlagText) else choice == raw
+            if same and (isinstance(raw, FlagText) or type(choice) is type(raw)):
+                return choice
+        raise BadValueError(f"is not a choice: {join_choices(choices)}")
     if is_list(annotation):
         return _read_list(raw, annotation)
     if get_origin(annotation) is dict or annotation is dict:
@@ -178,14 +183,6 @@ def _read_text(text: FlagText, annotation: Any) -> Any:
     if annotation is Any:
         return _toml_value(text)
     return str(text)
-
-
-def _read_choice(raw: Any, choices: tuple[Any, ...]) -> Any:
-    for choice in choices:
-        same = str(choice) == raw if isinstance(raw, FlagText) else choice == raw
-        if same and (isinstance(raw, FlagText) or type(choice) is type(raw)):
-            return choice
-    raise BadValueError(f"is not a choice: {join_choices(choices)}")
 
 
 def _read_list(raw: Any, annotation: Any) -> Any:

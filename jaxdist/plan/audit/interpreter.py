@@ -170,7 +170,13 @@ class Interpreter:
             # Report the omitted sum once: continue as if it had been taken.
             result = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
         except MissingGather as error:
-            weight = _weight(equation, path)
+            factors = [
+                v
+                for v in equation.invars
+                if not isinstance(v, core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+            ]
+            weights = [v for v in factors if inputs_reached(path, [v], HOLDERS)]
+            weight = weights[0] if len(weights) == 1 else None
             if live and weight is not None:
                 self._alarm("missing gather", axis, equation, weight, str(error), path)
             result = VARYING
@@ -360,17 +366,6 @@ def _unknown(_: Any, states: Sequence[int]) -> int:
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
     return VARYING
-
-
-def _weight(equation: Any, path: Path) -> Any:
-    """Return the factor of a product that is a parameter, possibly sliced or cast; else None."""
-    factors = [
-        v
-        for v in equation.invars
-        if not isinstance(v, core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)
-    ]
-    weights = [v for v in factors if inputs_reached(path, [v], HOLDERS)]
-    return weights[0] if len(weights) == 1 else None
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:

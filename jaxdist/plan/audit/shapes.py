@@ -246,7 +246,9 @@ def convolution(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a convolution with unsplit spatial dims: a product."""
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
-        return _unsplit(states)
+        if ZERO in states:
+            return ZERO
+        return join(*states) if all(state in FIXED for state in states) else VARYING
     lhs, rhs, out = params["dimension_numbers"]
     left = {lhs[0]: out[0], lhs[1]: SUMMED}
     right = {rhs[0]: out[1], rhs[1]: SUMMED}
@@ -286,12 +288,6 @@ def _product(
     if len(dims) == 2 and (all(kept) or (True in summed and True in kept)):
         raise MissingGather("is split along another dim than the other factor")
     return VARYING
-
-
-def _unsplit(states: Sequence[int]) -> int:
-    if ZERO in states:
-        return ZERO
-    return join(*states) if all(state in FIXED for state in states) else VARYING
 
 
 def gather(equation: Any, states: Sequence[int]) -> int:

@@ -43,7 +43,7 @@ def imbalance(job: Job) -> float:
 
     Packed rows are assumed to have `_DOCUMENTS_PER_ROW` documents of random lengths.
     """
-    plan = job.exchange
+    plan = job.plan.exchange
     if plan is None or job.decoder is None:
         return 0.0
     packed = job.config.data.packs_documents

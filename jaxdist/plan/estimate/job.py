@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import RunConfig
 from jaxdist.config.teacher import teacher_of, teacher_problems
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.axis import axes_of
 from jaxdist.core.forward import row_chunks
@@ -311,11 +310,6 @@ class Job:
         if not self.engine.stacks_layers or self.plan.matmul_dtype or self.stages is not None:
             return False
         return self.plan.layers_per_body > 1
-
-    @property
-    def exchange(self) -> ExchangePlan | None:
-        """Context-parallel exchange of keys and values; None without a context axis."""
-        return self.plan.exchange
 
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:

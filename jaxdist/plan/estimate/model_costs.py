@@ -372,7 +372,7 @@ class DecoderCosts(ModelCosts):
 
     def _attention_outputs(self) -> int:
         """Return the number of saved copies of attention's output: before and after an exchange."""
-        exchange = self.job.exchange
+        exchange = self.job.plan.exchange
         return 1 if exchange is None or exchange.inner == 1 else 2
 
     def kept_outside(self) -> float:
@@ -392,7 +392,7 @@ class DecoderCosts(ModelCosts):
 
     def reorders_heads(self) -> bool:
         """Return True if queries, keys and values are saved before the all-to-all of heads."""
-        exchange, remat = self.job.exchange, self.job.remat
+        exchange, remat = self.job.plan.exchange, self.job.remat
         if exchange is None or exchange.inner == 1 or remat == "none":
             return False
         return self.job.keeps("qkv")
@@ -424,7 +424,7 @@ class DecoderCosts(ModelCosts):
         all-gather of those of the complete row. cuDNN's chunks exceed the MLP only in a ring with
         stages, by float32 gradient sums. Exchanged heads are copied before and after.
         """
-        job, exchange = self.job, self.job.exchange
+        job, exchange = self.job, self.job.plan.exchange
         if exchange is None:
             return 0
         if job.attention == "cudnn":

@@ -223,7 +223,12 @@ def _on_mesh(job: Job) -> Iterator[Candidate]:
     """Yield, per variant, the first microbatch count that fits, else the one of least memory."""
     limit = usable_bytes(job)
     for variant in _variants(job):
-        jobs = _by_microbatches(variant)
+        examples = variant.rows // rows_per_example(variant.model.objective)
+        counts = [n for n in range(1, examples + 1) if examples % n == 0]
+        if variant.spec[PIPELINE] > 1:
+            # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
+            counts = [n for n in counts if n >= 4 * variant.spec[PIPELINE]] or counts[-1:]
+        jobs = [variant.changed("train", num_microbatches=count) for count in counts]
         least: tuple[Job, MemoryEstimate] | None = None
         while jobs:
             tried = jobs.pop(0)
@@ -257,7 +262,7 @@ def exchanges(job: Job) -> list[str]:
         with contextlib.suppress(ConfigError):
             changed = job.changed("mesh", context_attention=name)
             _ = changed.attention  # raises if the named kernel does not support it
-            if changed.exchange is not None:
+            if changed.plan.exchange is not None:
                 names.append(name)
     return names or [job.config.mesh.context_attention]
 
@@ -306,15 +311,6 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
         for v in sorted(counts)
         for g in gathers
     ]
-
-
-def _by_microbatches(job: Job) -> list[Job]:
-    examples = job.rows // rows_per_example(job.model.objective)
-    counts = [n for n in range(1, examples + 1) if examples % n == 0]
-    if job.spec[PIPELINE] > 1:
-        # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
-        counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
-    return [job.changed("train", num_microbatches=count) for count in counts]
 
 
 _SMALL_CHUNK = 256

@@ -90,14 +90,17 @@ def estimate_time(job: Job) -> StepTime:
     if job.spec.num_devices > 1:
         launches += rates.software.idle * (products_s + attention_s + memory)
     busy = products_s + attention_s + memory + launches
-    is_long = job.seq_len >= LONG or job.exchange is not None
+    is_long = job.seq_len >= LONG or job.plan.exchange is not None
     others = MEASURED["long or split rows" if is_long else "other trainers"]
+    work = orthogonalization_flops(job)
+    peak = job.cluster.gpu.peak_flops["float32"]
     parts = {
         "products": products_s,
         "attention": attention_s,
         "memory-bound kernels": memory,
         "launch gaps": launches,
-        "optimizer": rates.seconds(optimizer_work(job)) + _orthogonalization_s(job),
+        "optimizer": rates.seconds(optimizer_work(job))
+        + (work / products.rate(job, peak, "float32") if work else 0.0),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "activations from host memory": _fetched(job) / HOST_BYTES_PER_S,
         "moments to and from the disk": 2 * disk_bytes(job) / job.cluster.disk_bytes_per_s,
@@ -173,16 +176,9 @@ def _attention_share(job: Job) -> float:
         return 1.0  # attention of a traced model counts as products
     gpu, keys = job.cluster.gpu, attention.keys_seen(job)
     share = attention_share(job.engine.software, gpu.compute_capability, keys, job.decoder.head_dim)
-    if job.exchange is not None:
+    if job.plan.exchange is not None:
         share *= job.engine.software.ring
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
-
-
-def _orthogonalization_s(job: Job) -> float:
-    """Return the seconds of Muon's products, always float32."""
-    work = orthogonalization_flops(job)
-    peak = job.cluster.gpu.peak_flops["float32"]
-    return work / products.rate(job, peak, "float32") if work else 0.0
 
 
 def _moved_moments(job: Job) -> float:
@@ -338,6 +334,6 @@ def _beside_rows(job: Job) -> float:
 
 def _beside_ring(job: Job, attention_s: float) -> float:
     """Return the seconds of attention that overlap with a ring: all hops except the local one."""
-    if job.exchange is None:
+    if job.plan.exchange is None:
         return 0.0
-    return attention_s * (1 - job.exchange.inner / job.spec[CONTEXT])
+    return attention_s * (1 - job.plan.exchange.inner / job.spec[CONTEXT])

@@ -179,7 +179,7 @@ def _activations(job: Job) -> Iterator[Moved]:
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
     """Return the `ActivationSizes` arguments for context-parallel attention."""
-    plan, tensor = job.exchange, job.spec[TENSOR]
+    plan, tensor = job.plan.exchange, job.spec[TENSOR]
     if plan is None:
         return {}
     each = float(job.compute_bytes * job.tokens)

@@ -183,12 +183,19 @@ def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> li
         )
         if summary.get(key)
     ]
+    spent = [f"{summary['device_hours']:.3g} device-hours"]
+    if "cost" in summary:
+        spent.append(f"cost {money(summary['cost'])}")
+    if summary.get("compile_s"):
+        spent.append(f"compilation {duration(summary['compile_s'])}")
+    if summary.get("data_wait_share") is not None:
+        spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
     return [
         ("ended", ended),
         ("error", _wrapped(str(summary.get("error", "")))),
         ("loss", ", ".join(_losses(summary))),
         ("speed", ", ".join(_speed(summary))),
-        ("spent", ", ".join(_spent(summary))),
+        ("spent", ", ".join(spent)),
         ("idle", "\n".join(idle_lines(summary))),
         *(("slow", line) for line in slow),
         ("memory", f"{in_bytes(memory)} peak on the fullest device" if memory else ""),
@@ -223,17 +230,6 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
     if "mfu" in summary:
         speed.append(f"MFU {percent(summary['mfu'])} ({summary['mfu_convention']})")
     return speed
-
-
-def _spent(summary: Mapping[str, Any]) -> list[str]:
-    spent = [f"{summary['device_hours']:.3g} device-hours"]
-    if "cost" in summary:
-        spent.append(f"cost {money(summary['cost'])}")
-    if summary.get("compile_s"):
-        spent.append(f"compilation {duration(summary['compile_s'])}")
-    if summary.get("data_wait_share") is not None:
-        spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
-    return spent
 
 
 def _describe_trace(trace: Mapping[str, Any]) -> str:

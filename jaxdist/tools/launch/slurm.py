@@ -65,7 +65,13 @@ def deliver(config: SlurmConfig, text: str) -> int:
     if not config.submit:
         print(f"wrote {path}; submit it with: sbatch {path}")
         return runtime.EXIT_OK
-    return _submit(path)
+    try:
+        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        print(f"sbatch is not installed here: copy {path} to a login node.", file=sys.stderr)
+        return runtime.EXIT_CONFIG
+    print(done.stdout.strip() or done.stderr.strip())
+    return runtime.EXIT_OK if done.returncode == 0 else runtime.EXIT_FAILURE
 
 
 def _with_legal_nodes(
@@ -108,13 +114,3 @@ def _no_legal_nodes(config: SlurmConfig, sizes: LegalSizes, each: int) -> str:
 
 def _join(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _submit(path: Path) -> int:
-    try:
-        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
-    except FileNotFoundError:
-        print(f"sbatch is not installed here: copy {path} to a login node.", file=sys.stderr)
-        return runtime.EXIT_CONFIG
-    print(done.stdout.strip() or done.stderr.strip())
-    return runtime.EXIT_OK if done.returncode == 0 else runtime.EXIT_FAILURE

@@ -56,7 +56,14 @@ def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = Fal
     body = [_table(runs, colors, outcome_rows(runs)), "<h2>Curves</h2>"]
     if figure := draw_curves(runs, colors, x=x, log_y=log_y):
         note = "A red cross marks a value that is not finite; a dotted line marks a restart."
-        body += [f"<p>{note}</p>", _svg(figure)]
+        import matplotlib as mpl
+
+        text = io.StringIO()
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxdist"}):
+            no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(text, format="svg", metadata=no_metadata)
+        svg = text.getvalue()
+        body += [f"<p>{note}</p>", svg[svg.index("<svg") :]]
     else:
         body.append("<p>No step has been recorded yet.</p>")
     if changed:
@@ -85,17 +92,6 @@ def _table(
         for label, cells in rows
     ]
     return "\n".join(["<div><table>", f"<tr><th></th>{names}</tr>", *lines, "</table></div>"])
-
-
-def _svg(figure: Any) -> str:
-    import matplotlib as mpl
-
-    text = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxdist"}):
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", metadata=no_metadata)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
 
 
 def draw_curves(

@@ -80,6 +80,10 @@ def read_run(path: str, name: str) -> ReportedRun:
     config = flatten(tomllib.loads(text) if text else read_table(directory.config, tomllib.loads))
     environment = read_table(directory.environment, decode)
     device_kind = environment.get("devices", {}).get("kind", "")
+    facts = {"device_kind": environment.get("devices", {}).get("kind")}
+    git = (environment.get("git") or [{}])[0]
+    if git.get("commit"):
+        facts["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
     return ReportedRun(
         name=name,
         path=directory.path,
@@ -90,7 +94,7 @@ def read_run(path: str, name: str) -> ReportedRun:
         unit=unit,
         outcome=_outcome(events, train, evals, unit, device_kind, seconds / 3600)
         | {name: counts[event] for name, event in _COUNTED.items()}
-        | _environment(environment),
+        | facts,
     )
 
 
@@ -125,7 +129,8 @@ def _outcome(
     facts = [r for r in events if r["event"] == "run"]
     rated = [r for r in evals if math.isfinite(r.get("loss", math.nan))]
     best = min(rated, key=lambda r: r["loss"]) if rated else {}
-    steady = _without_compiling_steps(train, starts)
+    first = {start.get("step", 0) + 1 for start in starts}
+    steady = [record for record in train if record["step"] not in first]
     gpu = gpu_of(device_kind)
     return {
         "exit_reason": _exit_reason(events),
@@ -171,23 +176,9 @@ def _exit_reason(events: list[Record]) -> str:
     return "unfinished"
 
 
-def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:
-    """Drop the first step of each start, which includes the compilation."""
-    first = {start.get("step", 0) + 1 for start in starts}
-    return [record for record in train if record["step"] not in first]
-
-
 def _median(records: list[Record], key: str) -> float | None:
     values = [r[key] for r in records if isinstance(r.get(key), int | float)]
     return statistics.median(values) if values else None
-
-
-def _environment(record: dict[str, Any]) -> dict[str, Any]:
-    facts = {"device_kind": record.get("devices", {}).get("kind")}
-    git = (record.get("git") or [{}])[0]
-    if git.get("commit"):
-        facts["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
-    return facts
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
