@@ -17,7 +17,7 @@ from jaxdist.settings import (
     without_flags,
     write_toml,
 )
-from jaxdist.settings.help import help_text
+from jaxdist.settings.schema import help_text
 
 pytestmark = pytest.mark.smoke
 

@@ -11,9 +11,8 @@ from refusals import missing
 
 import jaxdist
 from jaxdist.runtime import coordination
-from jaxdist.runtime.coordination import Group, barrier, group, service
-from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
-from jaxdist.runtime.coordination.group import LateProcess
+from jaxdist.runtime.coordination import Group, group, service
+from jaxdist.runtime.coordination.group import Barrier, GivenUp, LateProcess
 from jaxdist.settings import ConfigError
 
 
@@ -38,7 +37,7 @@ def processes(monkeypatch):
 @pytest.fixture
 def barriers(processes, monkeypatch):
     """Return the barriers of three processes."""
-    monkeypatch.setattr(barrier, "_POLL_S", 0.02)
+    monkeypatch.setattr(group, "_POLL_S", 0.02)
     make, _ = processes
     made = make(lambda: Barrier("test"))
     for one in made:

@@ -7,7 +7,7 @@ from refusals import refused
 
 from jaxdist.data.tokenizer import load_tokenizer
 from jaxdist.runtime.storage import url_problem
-from jaxdist.runtime.storage.panics import panics_as
+from jaxdist.runtime.storage.location import panics_as
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 MISSING = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}

@@ -194,7 +194,6 @@ OTHER_FILES = {
     "runtime/storage": "the room itself",
     "__main__.py": "the package's own sources, for the list of commands",
     "settings/sources.py": "looks for the user's TOML files",
-    "config/run_config.py": "whether the paths that a user named exist",
     "data": "data sources, tokenizers and the cache of encoded corpora",
     "runtime/hub.py": "lists the cache of the Hugging Face hub",
     "models/huggingface": "model directories of Hugging Face",

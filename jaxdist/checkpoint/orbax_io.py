@@ -24,7 +24,7 @@ from jaxdist.checkpoint import manifest, object_io
 from jaxdist.checkpoint.blocks import Index
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.object_io import ObjectWriter
-from jaxdist.runtime.coordination.barrier import Barrier
+from jaxdist.runtime.coordination.group import Barrier
 from jaxdist.runtime.storage import Location
 
 ARRAYS = "arrays"

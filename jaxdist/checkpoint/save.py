@@ -30,7 +30,7 @@ from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.events import CheckpointError, EventLog, Outcome, make_group, one_line
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.runtime.coordination import Group
-from jaxdist.runtime.coordination.barrier import GivenUp
+from jaxdist.runtime.coordination.group import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import in_time

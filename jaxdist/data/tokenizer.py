@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.data.files import read_errors
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, locate
-from jaxdist.runtime.storage.panics import panics_as
+from jaxdist.runtime.storage.location import panics_as
 from jaxdist.settings import ConfigError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

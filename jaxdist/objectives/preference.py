@@ -23,7 +23,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.dependences import after
+from jaxdist.core.collective_order import after
 from jaxdist.core.step.row_logps import row_logps
 from jaxdist.core.types import MISMATCHED, REFERENCE, Array, Batch, Context, Sums, TokenHead
 

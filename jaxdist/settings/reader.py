@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from jaxdist.settings.declare import ConfigError, Removed, problems_of
-from jaxdist.settings.help import help_text, usage
 from jaxdist.settings.schema import (
     BadValueError,
     Field,
@@ -21,11 +20,13 @@ from jaxdist.settings.schema import (
     example,
     fields_of,
     flag_of,
+    help_text,
     is_list,
     join_choices,
     kinds_of,
     read_value,
     types_of,
+    usage,
 )
 from jaxdist.settings.sources import (
     Input,

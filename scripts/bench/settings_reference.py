@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from jaxdist.config.command_line import ALIASES
 from jaxdist.config.run_config import RunConfig
-from jaxdist.settings.help import default_text, groups_of, kind_of_value
-from jaxdist.settings.schema import Field, flag_of
+from jaxdist.settings.schema import Field, default_text, flag_of, groups_of, kind_of_value
 
 
 def reference() -> str:

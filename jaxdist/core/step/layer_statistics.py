@@ -21,7 +21,7 @@ from jaxtyping import Float
 from jaxdist.core import collectives
 from jaxdist.core.attention.blockwise import KV, Q, Span
 from jaxdist.core.attention.context_parallel import gather_keys, gathered_spans
-from jaxdist.core.dependences import after
+from jaxdist.core.collective_order import after
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.parallel.tensor import TENSOR

@@ -14,8 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxdist.core import collectives
-from jaxdist.core.collective_order import PASS
-from jaxdist.core.dependences import after
+from jaxdist.core.collective_order import PASS, after
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.gradients import make_evaluate
 from jaxdist.core.step_plan import StepPlan

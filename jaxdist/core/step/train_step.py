@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.dependences import ready_token, wait_for
+from jaxdist.core.collective_order import ready_token, wait_for
 from jaxdist.core.precision import initial_loss_scale, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings

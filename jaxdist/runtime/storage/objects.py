@@ -18,8 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
-from jaxdist.runtime.storage.panics import panics_as
+from jaxdist.runtime.storage.location import (
+    BLOCK_BYTES,
+    Appender,
+    Location,
+    Locked,
+    LockFile,
+    panics_as,
+)
 from jaxdist.runtime.storage.parts import PartAppender, part_of, spool
 
 _STORES = {"s3": "S3Store", "gs": "GCSStore"}

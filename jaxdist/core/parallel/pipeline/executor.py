@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.dependences import after
+from jaxdist.core.collective_order import after
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
