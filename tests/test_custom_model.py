@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_replacements_of_removed_members_exist():
     named = re.findall(r"Context\.(\w+)", " ".join(_RENAMED.values()))
     assert named and all(hasattr(Context(), name) for name in named)
     assert len(dataclasses.fields(Context)) <= 15
+    assert len(inspect.signature(make_step).parameters) <= 6
 
 
 def test_the_example_is_short():

@@ -30,14 +30,14 @@ def train_with_ema(mesh, poisoned=()):
     """Return parameters and their average after each step, as numpy."""
     case = tiny.Case("cnn", mesh)
     step, state = tiny.step_of(case, ema_decay=DECAY)
-    history = [jax.device_get((state.params, state.ema_params))]
+    history = [jax.device_get((state.params, state.copies["ema"]))]
     for number in range(STEPS):
         batch = tiny.image_batch(seed=number)
         if number in poisoned:
             batch["images"][0] = np.nan
         state, _ = step.train(state, place_batch(batch, step.batch_sharding), np.inf)
-        history.append(jax.device_get((state.params, state.ema_params)))
-    placed = jax.tree.map(lambda p, e: p.sharding == e.sharding, state.params, state.ema_params)
+        history.append(jax.device_get((state.params, state.copies["ema"])))
+    placed = jax.tree.map(lambda p, e: p.sharding == e.sharding, state.params, state.copies["ema"])
     assert all(jax.tree.leaves(placed))
     return history
 
@@ -75,30 +75,30 @@ def test_average_can_start_and_end_between_two_checkpoints(tmp_path, caplog):
     checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
     without, with_ema = parts_of(0.0), parts_of(0.5)
     new = with_ema.init_state()
-    jax.tree.map(np.testing.assert_array_equal, new.ema_params, new.params)
+    jax.tree.map(np.testing.assert_array_equal, new.copies["ema"], new.params)
     checkpoints.save(1, without.init_state(), {}, force=True)
     state, _, _ = with_ema.restore(checkpoints, 1)
-    assert any(missing(line, "checkpoint 1", "EMA") == [] for line in caplog.messages)
-    jax.tree.map(np.testing.assert_array_equal, state.ema_params, state.params)
+    assert any(missing(line, "checkpoint 1", "ema") == [] for line in caplog.messages)
+    jax.tree.map(np.testing.assert_array_equal, state.copies["ema"], state.params)
     shards = lambda tree: [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
     buffers = [
         {shard.data.unsafe_buffer_pointer() for shard in shards(tree)}
-        for tree in (state.params, state.ema_params)
+        for tree in (state.params, state.copies["ema"])
     ]
     assert not buffers[0] & buffers[1]  # both are donated
-    marked = jax.tree.map(lambda x: x + 1, state.ema_params)
-    checkpoints.save(2, dataclasses.replace(state, ema_params=marked), {}, force=True)
+    marked = jax.tree.map(lambda x: x + 1, state.copies["ema"])
+    checkpoints.save(2, dataclasses.replace(state, copies={"ema": marked}), {}, force=True)
     caplog.clear()
     again, _, _ = with_ema.restore(checkpoints, 2)
-    jax.tree.map(np.testing.assert_array_equal, again.ema_params, marked)
+    jax.tree.map(np.testing.assert_array_equal, again.copies["ema"], marked)
     assert not caplog.text
-    assert without.restore(checkpoints, 2)[0].ema_params == {}
-    assert "optim.ema_decay=0" in caplog.text
+    assert without.restore(checkpoints, 2)[0].copies == {}
+    assert any(missing(s, "ema of checkpoint 2", "optim.ema_decay") == [] for s in caplog.messages)
     target = without.abstract_state().params
     for weights, expected in (("auto", marked), ("ema", marked), ("raw", state.params)):
         loaded = checkpoints.restore_params(target, 2, weights=weights)
         jax.tree.map(np.testing.assert_array_equal, loaded, expected)
-    with refused("no moving average", "--weights raw"):
+    with refused("weights=ema", "--weights raw", "--optim.ema-decay"):
         checkpoints.restore_params(target, 1, weights="ema")
     fresh = dict(target, dense_2=state.params["dense_2"])
     loaded = checkpoints.restore_params(fresh, 2, reinit=["params/dense_2"])

@@ -80,7 +80,7 @@ def state_bytes_of(config: RunConfig, devices) -> int:
     state = assemble(config, devices).abstract_state()
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((state.params, state.ema_params, state.opt_state))
+        for leaf in jax.tree.leaves((state.params, state.copies, state.opt_state))
     )
 
 

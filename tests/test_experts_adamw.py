@@ -44,10 +44,10 @@ def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     step = make_step(model, model.objective, Optimizer(rule, constant), layout, plan)
     params = jax.tree.map(jnp.asarray, tree_of(tmp_path / "first"))
     state = TrainState(
-        step=jnp.int32(0), params=params, opt_state=rule.init(params), ema_params={},
+        step=jnp.int32(0), params=params, opt_state=rule.init(params), copies={},
         loss_scale={}, key=jax.random.key(0),
     )  # fmt: skip
-    kept = dict(loss_scale={}, offload=False, has_ema=False)
+    kept = dict(loss_scale={}, offload=False, copies=())
     state = jax.device_put(state, state_shardings(model, rule, layout, **kept))
 
     decays = [p for p in reference.parameters() if p.ndim > 1]

@@ -94,7 +94,7 @@ def test_moments_in_files_give_the_bits_of_moments_in_memory(mesh, tmp_path):
     # One program rounds an update differently by at most one unit in the last place.
     np.testing.assert_allclose(seen_a, seen_c, rtol=2e-5)
     assert seen_a[:, 2].tolist() == [float(n != SKIPPED) for n in range(STEPS)]
-    for one, other in ((a.params, c.params), (a.ema_params, c.ema_params)):
+    for one, other in ((a.params, c.params), (a.copies["ema"], c.copies["ema"])):
         pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
         assert max(np.abs(x - y).max() for x, y in pairs) < 2e-6
     moments = [x for x in jax.tree.leaves(c.opt_state) if x.ndim]

@@ -1,6 +1,7 @@
 """Runs on pipeline meshes: many steps, another mesh after a checkpoint, generation."""
 
 import contextlib
+import dataclasses
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig
+from jaxdist.optim import OptimConfig
 from jaxdist.run.setup import assemble
 
 OPTIMIZER = optax.scale_by_adam()
@@ -131,9 +133,15 @@ def test_checkpoint_has_the_layers_in_the_order_of_the_model(
     with contextlib.closing(Checkpointer(run, CheckpointConfig(), read_only=True)) as reader:
         restored, _, _ = reader.restore(one.abstract_state())
         again, _, _ = parts.restore(reader)
+        averaging = dataclasses.replace(stages, optim=OptimConfig(ema_decay=0.5))
+        averaging = assemble(averaging, list(parts.devices))
+        average = averaging.restore(reader)[0].copies["ema"]
     compared = lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b))
     jax.tree.map(compared, jax.device_get(restored), expected)
     jax.tree.map(compared, jax.device_get(again), jax.device_get(state))
+    jax.tree.map(compared, *jax.device_get((average, state.params)))
+    shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    assert shardings(average) == shardings(averaging.step_state().copies["ema"])
 
 
 def key_data(x):

@@ -10,7 +10,7 @@ import pytest
 from jaxdist.core import precision
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale, update_loss_scale
 from jaxdist.core.state import TrainState
-from jaxdist.core.step.train_step import _make_begin, _make_train, move_average
+from jaxdist.core.step.train_step import _make_begin, _make_train, move_copies
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_step_on_which_the_loss_scale_doubles(
         opt_state=jnp.float32(5),
         loss_scale={"scale": jnp.float32(8), "finite_steps": jnp.int32(2)},
         key=jax.random.key(0),
-        ema_params={"w": jnp.float32(1)},
+        copies={"ema": {"w": jnp.float32(1)}},
     )
     sums = {"loss": jnp.float32(loss), "weight": jnp.float32(weight)}
     step = _make_train(
@@ -101,11 +101,11 @@ def test_step_on_which_the_loss_scale_doubles(
         ),
         lambda state, grads, norm, rate: ({"w": jnp.float32(4)}, jnp.float32(6)),
         None,
-        functools.partial(move_average, decay=0.75),
+        functools.partial(move_copies, decays={"ema": 0.75}),
     )
     state, metrics = step(state, {}, jnp.float32(limit))
     assert (bool(metrics["applied"]), float(metrics["loss_scale"])) == (applied, 8.0)
     assert (float(state.params["w"]), float(state.opt_state)) == ((4, 6) if applied else (2, 5))
-    assert float(state.ema_params["w"]) == (0.75 * 1 + 0.25 * 4 if applied else 1)
+    assert float(state.copies["ema"]["w"]) == (0.75 * 1 + 0.25 * 4 if applied else 1)
     assert (float(state.loss_scale["scale"]), int(state.step)) == (scale, 8)
     assert int(state.loss_scale["finite_steps"]) == (2 if scale == 8 else 0)

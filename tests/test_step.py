@@ -487,7 +487,7 @@ def test_a_step_without_labels_changes_nothing_and_one_label_anywhere_does(case)
     last = {**empty, "weights": empty["weights"].copy()}
     last["weights"][-1, -1] = 1.0
     state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
-    kept = lambda state: jax.device_get((state.params, state.opt_state, state.ema_params))
+    kept = lambda state: jax.device_get((state.params, state.opt_state, state.copies))
     before = kept(state)
     state, metrics = step.train(state, put_batch(step, empty), np.inf)
     assert not metrics["applied"] and int(state.step) == 2

@@ -16,22 +16,32 @@ import pytest
 import tiny
 from refusals import refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, pytree
+from jaxdist.config import RunConfig
 from jaxdist.core.attention import AttentionPlan, make_attend
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, make_step
 from jaxdist.core.types import Context, Dims
 from jaxdist.core.weights import (
+    GROUPS,
     CompositeWeight,
     Parameter,
+    ParameterGroup,
     freeze,
     frozen,
     merged,
     store_int8,
     trained,
 )
+from jaxdist.hardware import GPUS, Cluster
+from jaxdist.models.weights import num_params
+from jaxdist.optim import OptimConfig
+from jaxdist.plan.estimate.cost import checkpoint_bytes
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory
 
 BASE = dataclasses.replace(tiny.model_of("rotary"), decoding=None)
 MESHES = {
@@ -274,28 +284,81 @@ def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_pa
     name = "adapter_on_int8"
     model, rule = MODELS[name], tiny.optimizer()
     layouts = [tiny.layout_of(MESHES[mesh]) for mesh in ("fsdp2_tp2", "one")]
-    settings = {"loss_scale": {}, "has_ema": True}
+    settings = {"loss_scale": {}, "copies": ["ema"]}
     state = init_state(model, rule, layouts[0], seed=0, **settings)
-    average = jax.tree.map(lambda p: p + 1, state.ema_params)
-    state = dataclasses.replace(state, ema_params=average)
+    average = jax.tree.map(lambda p: p + 1, state.copies["ema"])
+    state = dataclasses.replace(state, copies={"ema": average})
     checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
     checkpoints.save(1, state, {}, force=True)
     target = abstract_state(model, rule, layouts[1], **settings)
     restored, _, _ = checkpoints.restore(target, optional=("ema_params",))
-    for part in ("params", "ema_params", "opt_state"):
+    for part in ("params", "copies", "opt_state"):
         jax.tree.map(
             np.testing.assert_array_equal,
             *(jax.device_get(getattr(s, part)) for s in (restored, state)),
         )
     assert restored.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
-    assert len(jax.tree.leaves(restored.ema_params)) == 2 * len(ADAPTED)
+    assert len(jax.tree.leaves(restored.copies["ema"])) == 2 * len(ADAPTED)
     evaluated = checkpoints.restore_params(target.params, 1, weights="ema")
-    expected = merged(state.ema_params, state.params)
+    expected = merged(state.copies["ema"], state.params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(evaluated), jax.device_get(expected))
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get(state.eval_params), jax.device_get(expected)
     )
     checkpoints.close()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_frozen_copy_is_a_group_of_its_own(tmp_path, monkeypatch, mesh):
+    """A bf16 reference is one entry of `GROUPS`, and a setting that adds it to a run."""
+    group = ParameterGroup("reference_params", "model.reference", storage="bfloat16")
+    monkeypatch.setitem(GROUPS, "reference", group)
+    for name in ("ITEMS", "OPTIONAL"):
+        monkeypatch.setattr(pytree, name, (*getattr(pytree, name), group.item))
+    case, rule, copies = MESHES[mesh], tiny.optimizer(), {"ema": 0.5, "reference": 1.0}
+    layout, batch = tiny.layout_of(case), tiny.text_batch()
+    plan = tiny.plan_of(BASE, layout, tiny.train_config(case), pipeline=case.pipeline)
+    step = make_step(
+        BASE, BASE.objective, Optimizer(rule, tiny.schedule, copies=copies), layout, plan
+    )
+    kept = {"loss_scale": {}, "copies": copies}
+    state = init_state(BASE, rule, layout, seed=0, **kept)
+    reference = jax.tree.map(lambda w: w.astype(jnp.bfloat16), jax.device_get(state.params))
+    placed = place_batch(batch, step.batch_sharding)
+    for _ in range(2):
+        state, _ = step.train(state, placed, np.inf)
+    own, copy = jax.device_get((state.params, state.copies["reference"]))
+    jax.tree.map(np.testing.assert_array_equal, copy, reference)
+    assert tiny.distance(own, copy) > 1e-3
+    sums = step.evaluate(state.copies["reference"], placed)
+    np.testing.assert_allclose(
+        sums["loss"] / sums["weight"], mean_loss(reference, batch), rtol=LOSSES
+    )
+    with_group(monkeypatch, tmp_path, state, kept)
+
+
+def with_group(monkeypatch, folder, state, kept):
+    """Check that checkpoints, evaluation and plan of a state contain its reference."""
+    layout, rule = tiny.layout_of(MESHES["one"]), tiny.optimizer()
+    checkpoints = Checkpointer(folder, CheckpointConfig(), log=lambda line: None)
+    checkpoints.save(1, state, {}, force=True)
+    target = abstract_state(BASE, rule, layout, **kept)
+    restored, _, _ = checkpoints.restore(target, optional=pytree.OPTIONAL)
+    trees = [jax.device_get((one.params, one.copies)) for one in (restored, state)]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    assert checkpoints.copies(1) == ["ema", "reference"]
+    loaded = checkpoints.restore_params(target.copies["reference"], 1, weights="reference")
+    assert tiny.distance(*map(jax.device_get, (loaded, state.copies["reference"]))) == 0
+    checkpoints.close()
+    config, sizes = RunConfig(), []
+    cluster = Cluster.of(GPUS["h100"], 4)
+    for copies in ({}, {"reference": 1.0}):
+        monkeypatch.setattr(OptimConfig, "copies", copies)
+        job = Job.of(config, MeshSpec.parse("fsdp=4"), cluster, config.build_model())
+        memory = estimate_memory(job).state.get("reference", 0)
+        sizes.append((config.state_bytes(job.model), checkpoint_bytes(job), 4 * memory))
+    num = num_params(job.model)
+    assert np.subtract(sizes[1], sizes[0]).tolist() == pytest.approx([2 * num] * 3, rel=0.01)
 
 
 def test_trained_parameters_are_float32():

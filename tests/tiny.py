@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings, without_moments
-from jaxdist.core.step import Optimizer, Step, TrainConfig, make_step
+from jaxdist.core.step import Optimizer, Reports, Step, TrainConfig, make_step
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import (
     Batch,
@@ -343,7 +344,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm, ema_decay: as in `Optimizer`.
-        layer_statistics_steps, store: as in `make_step`.
+        layer_statistics_steps, store: as in `Reports` and `Optimizer`.
         axes: records of the parameters, those of the model by default.
         objective: that of the model by default.
         changes: other fields of `TrainConfig`.
@@ -356,18 +357,17 @@ def step_of(
     step = make_step(
         model,
         objective or model.objective,
-        Optimizer(rule, schedule, max_grad_norm, ema_decay),
+        Optimizer(rule, schedule, max_grad_norm, {"ema": ema_decay} if ema_decay else {}, store),
         layout,
         plan_of(model, layout, config, precision, case.pipeline),
-        layer_statistics_steps,
-        store=store,
+        Reports(layer_statistics_steps),
     )
     state = place_state(
         case,
         rule=rule,
         loss_scale=loss_scale,
         offload=config.offload,
-        has_ema=bool(ema_decay),
+        copies=["ema"] * bool(ema_decay),
     )
     return step, state
 
@@ -378,7 +378,7 @@ def place_state(
     rule: optax.GradientTransformation | None = None,
     loss_scale: dict[str, Any] | None = None,
     offload: Offload = "none",
-    has_ema: bool = False,
+    copies: Sequence[str] = (),
 ) -> TrainState:
     """Return the initial state with the layout of a case."""
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
@@ -390,10 +390,10 @@ def place_state(
         start,
         opt_state=opt_state,
         loss_scale=loss_scale,
-        ema_params=start.params if has_ema else {},
+        copies={name: start.params for name in copies},
     )
     shardings = state_shardings(
-        model, rule, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+        model, rule, layout, loss_scale=loss_scale, offload=offload, copies=copies
     )
     # Copies, because the step donates its state and the reference must live on.
     return jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), state, shardings)

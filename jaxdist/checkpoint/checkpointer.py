@@ -238,7 +238,7 @@ class Checkpointer:
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
         newest valid checkpoint, or an older one if its arrays are corrupt. Parts in `optional`
-        (`ema_params`) may be missing in checkpoint or state: if the checkpoint lacks one, its
+        (`pytree.OPTIONAL`) may be missing in checkpoint or state: if the checkpoint lacks one, its
         abstract value is returned. Raises `ConfigError` for missing or extra leaves and other
         shapes, and `CheckpointError` if there is nothing to restore.
         """
@@ -305,12 +305,17 @@ class Checkpointer:
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
         """Return which weights `restore_params` loads, "ema" or "raw"; raises as it does."""
+        item = pytree.weights_item(weights, self._arrays(step))
+        return {group.item: name for name, group in GROUPS.items()}[item].replace("model", "raw")
+
+    def copies(self, step: int) -> list[str]:
+        """Return the parameter groups of a checkpoint next to the model's."""
+        return pytree.stored_copies(self._arrays(step))
+
+    def _arrays(self, step: int) -> dict[str, Any]:
         if self._local is not None and self._chosen_locally and step == self._chosen:
-            arrays = self._local.arrays()
-        else:
-            arrays = self._reader.document(step)["arrays"]
-        item = pytree.weights_item(weights, arrays)
-        return "raw" if item == "params" else "ema"
+            return self._local.arrays()
+        return self._reader.document(step)["arrays"]
 
     def preflight(self, state: Any = None) -> None:
         """Test the save path before training, and the free space for `state`."""

@@ -1,6 +1,6 @@
 """Map the leaves of a state to names and back, so that checkpoints do not depend on classes.
 
-A state (a dict or dataclass with `params`, `ema_params`, `opt_state` and others) becomes nested
+A state (a dict or dataclass with `params`, `copies`, `opt_state` and others) becomes nested
 plain dicts in the items of `ITEMS`. Tuples of an optimizer become dicts by index or field, typed
 PRNG keys their uint32 data. The structure of the restore target reverses this.
 """
@@ -23,7 +23,7 @@ from jaxdist.settings import ConfigError
 ITEMS = (*(group.item for group in GROUPS.values()), "opt_state", "rest")
 """Parts of a checkpoint that can be read separately."""
 
-OPTIONAL = tuple(group.item for group in GROUPS.values() if group.is_optional)
+OPTIONAL = tuple(group.item for name, group in GROUPS.items() if name != "model")
 """Parts that a run or a checkpoint may lack."""
 
 Weights: TypeAlias = Literal["auto", "ema", "raw"]
@@ -59,6 +59,8 @@ def leaves_of(state: Any) -> list[Leaf]:
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
         keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        if keys[:1] == ("copies",):
+            keys = (GROUPS[keys[1]].item, *keys[2:])
         item = keys[0] if keys and keys[0] in ITEMS else "rest"
         inner = keys[1:] if keys and keys[0] in ITEMS else keys
         leaf = Leaf(item, inner or ("value",), value)
@@ -170,15 +172,26 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 
 
 def weights_item(weights: Weights, names: Collection[str]) -> str:
-    """Return the item of the requested weights; raises `ConfigError` if "ema" is missing."""
-    average, model = GROUPS["ema"].item, GROUPS["model"].item
-    has_ema = any(under(name, [average]) for name in names)
-    if weights == "ema" and not has_ema:
+    """Return the item of the requested weights; raises `ConfigError` if it is missing."""
+    stored = stored_copies(names)
+    if weights in GROUPS and weights not in stored:
+        flag = GROUPS[weights].setting.replace("_", "-")
         raise ConfigError(
-            "weights=ema: the checkpoint holds no moving average of its weights. Use "
-            "--weights raw, or train with --optim.ema-decay."
+            f"weights={weights}: the checkpoint holds no {weights} of its weights. Use --weights "
+            f"raw, or train with --{flag}."
         )
-    return average if has_ema and weights != "raw" else model
+    averages = [name for name in stored if GROUPS[name].is_average]
+    chosen = next(iter(averages), "model") if weights == "auto" else weights
+    return GROUPS[chosen.replace("raw", "model")].item
+
+
+def stored_copies(names: Collection[str]) -> list[str]:
+    """Return the groups next to the model's in a checkpoint with arrays of these names."""
+    return [
+        name
+        for name, group in GROUPS.items()
+        if group.item in OPTIONAL and any(under(one, [group.item]) for one in names)
+    ]
 
 
 def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:

@@ -152,14 +152,15 @@ class Reader:
         step: int,
         target: Any,
         *,
-        items: Collection[str] = pytree.ITEMS,
+        items: Collection[str] = (),
         reinit: Collection[str] = (),
         optional: Collection[str] = (),
     ) -> Any:
         """Read the leaves of `target`, verify them, and return them in its structure.
 
-        `step` is a checkpoint whose files were verified; `target` must cover all `items`. For other
-        arguments see `Checkpointer.restore`. Raises `MismatchError` and `CorruptCheckpoint`.
+        `step` is a checkpoint whose files were verified; `target` must cover the `items`, () = all.
+        For other arguments see `Checkpointer.restore`. Raises `MismatchError` and
+        `CorruptCheckpoint`.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
@@ -167,7 +168,7 @@ class Reader:
         stored = {
             name: entry
             for name, entry in document["arrays"].items()
-            if name.partition("/")[0] in items
+            if name.partition("/")[0] in (items or pytree.ITEMS)
         }
         lacked = [name for name in optional if not any(pytree.under(n, [name]) for n in stored)]
         kept = [*reinit, *lacked]

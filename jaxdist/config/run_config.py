@@ -25,6 +25,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model, Objective, rows_per_example
+from jaxdist.core.weights import GROUPS
 from jaxdist.data.config import DataConfig, source_exists
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import is_hub_set
@@ -40,7 +41,7 @@ from jaxdist.models.huggingface.directory import (
     read_model,
 )
 from jaxdist.models.huggingface.families import left_out
-from jaxdist.models.weights import weights_of
+from jaxdist.models.weights import Weight, weights_of
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub, resolve
@@ -333,15 +334,15 @@ class RunConfig:
         share = head * model.num_layers / layers if layers > 0 else 0.0
         return self.pipeline.choose_depths(model.num_layers, num_stages, share)
 
-    def state_bytes(self, model: Model) -> int:
-        """Return the bytes of parameters, EMA, gradients and moments of the model, as stored."""
-        of_trained = _GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes
-        return round(
-            sum(
-                weight.size * (weight.num_bytes + (weight.dims.update != "none") * of_trained)
-                for weight in weights_of(model)
-            )
-        )
+    def state_bytes(self, model: Model, *, gradients: bool = True) -> int:
+        """Return the bytes of all parameter groups, gradients and moments, as stored."""
+        of_trained = gradients * _GRADIENT_BYTES + self.optim.moment_bytes
+
+        def element_bytes(weight: Weight) -> float:
+            copies = sum(GROUPS[name].element_bytes(weight.dims) for name in self.optim.copies)
+            return weight.num_bytes + copies + (weight.dims.update != "none") * of_trained
+
+        return round(sum(weight.size * element_bytes(weight) for weight in weights_of(model)))
 
     def _path_problems(self) -> list[str]:
         problems = []

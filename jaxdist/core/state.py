@@ -7,6 +7,7 @@ values are bit-identical on every mesh (JAX's PRNG is partitionable).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ class TrainState:
     Attributes:
         step: int32 [], number of completed optimizer steps.
         params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
-        ema_params: moving average of trained `params`, None for frozen ones; {} without EMA.
+        copies: other parameter groups by name, e.g. "ema" (`core.weights.GROUPS`).
         opt_state: optax state; leaves with parameter shapes are laid out by `Layout.moment_specs`,
             or None if they are on a disk.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
@@ -46,17 +47,19 @@ class TrainState:
     opt_state: Any
     loss_scale: dict[str, Array]
     key: Array
-    ema_params: Params = dataclasses.field(default_factory=dict)
+    copies: dict[str, Params] = dataclasses.field(default_factory=dict)
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate: the EMA if there is one."""
-        return merged(self.ema_params, self.params) if self.ema_params else self.params
+        """Return the parameters to evaluate: the average if there is one."""
+        averages = (tree for name, tree in self.copies.items() if GROUPS[name].is_average)
+        return next((merged(tree, self.params) for tree in averages), self.params)
 
     @property
     def groups(self) -> dict[str, Params]:
-        """Return the parameter groups by name, as used in checkpoints."""
-        return {group.item: getattr(self, group.item) for group in GROUPS.values()}
+        """Return the parameter groups by their name in checkpoints."""
+        copies = {GROUPS[name].item: tree for name, tree in self.copies.items()}
+        return {GROUPS["model"].item: self.params, **copies}
 
 
 def init_state(
@@ -67,20 +70,20 @@ def init_state(
     seed: int,
     loss_scale: dict[str, Array],
     offload: Offload = "none",
-    has_ema: bool = False,
+    copies: Collection[str] = (),
     params: Params | None = None,
 ) -> TrainState:
     """Return a new state in the order of the model; every shard is created on its device.
 
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
-    shapes to host memory ("host"), or leaves it out ("disk"). `has_ema` adds an EMA that starts as
-    a copy of the parameters. `params`, laid out by `layout`, replace random ones; they are donated.
+    shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups
+    next to the model's. `params`, laid out by `layout`, replace random ones; they are donated.
     `loss_scale`: {} or 2 [].
     """
     state = abstract_state(
-        model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+        model, optimizer, layout, loss_scale=loss_scale, offload=offload, copies=copies
     )
-    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
+    make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
     return make(seed) if params is None else make(seed, params)
@@ -93,16 +96,16 @@ def abstract_state(
     *,
     loss_scale: dict[str, Array],
     offload: Offload = "none",
-    has_ema: bool = False,
+    copies: Collection[str] = (),
 ) -> TrainState:
     """Return the state in the order of the model as `ShapeDtypeStruct`s with shardings.
 
     `loss_scale` is {} or two [].
     """
-    make = make_state(model, optimizer, loss_scale, offload=offload, has_ema=has_ema)
+    make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(
-        model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+        model, optimizer, layout, loss_scale=loss_scale, offload=offload, copies=copies
     )
     split = _padded_split(layout)
 
@@ -126,7 +129,7 @@ def make_state(
     loss_scale: dict[str, Array],
     *,
     offload: Offload = "none",
-    has_ema: bool = False,
+    copies: Collection[str] = (),
 ) -> Any:
     """Make the pure function (seed, params=random) -> TrainState; layers are [layers, ...]."""
 
@@ -142,15 +145,10 @@ def make_state(
             opt_state=opt_state,
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             key=run_key,
-            ema_params=copy_params(trained(params, model.axes)) if has_ema else {},
+            copies={name: GROUPS[name].start(params, model.axes) for name in copies},
         )
 
     return make
-
-
-def copy_params(params: Params) -> Params:
-    """Copy a tree of arrays [...], so that both can be donated."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
 def state_shardings(
@@ -160,7 +158,7 @@ def state_shardings(
     *,
     loss_scale: dict[str, Array],
     offload: Offload = "none",
-    has_ema: bool = False,
+    copies: Collection[str] = (),
 ) -> TrainState:
     """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated.
 
@@ -171,7 +169,7 @@ def state_shardings(
     return TrainState(
         step=whole,
         params=params,
-        ema_params=trained(params, model.axes) if has_ema else {},
+        copies={name: GROUPS[name].select(params, model.axes) for name in copies},
         opt_state=opt_shardings(model, optimizer, layout, offload=offload),
         loss_scale=jax.tree.map(lambda _: whole, loss_scale),
         key=whole,

@@ -22,17 +22,50 @@ from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
 
 
 class ParameterGroup(NamedTuple):
-    """A named tree of parameters in the state of a run; `item` is its name in a checkpoint.
+    """A named tree of parameters in the state of a run.
 
-    Optional groups may be absent. If a checkpoint lacks one, it is initialized from the model.
+    All groups but the model are copies, which start from the model's parameters. A run may lack
+    them. If only the checkpoint lacks one, it starts from the parameters of the checkpoint.
+
+    Attributes:
+        item: its name in a checkpoint.
+        setting: the setting that adds it to a run.
+        storage: dtype of its leaves; "" = that of the model.
+        is_average: it contains only trained leaves (`merged`), which each step moves towards the
+            model's; evaluation uses it. Other copies never change.
     """
 
     item: str
-    is_optional: bool
+    setting: str = ""
+    storage: Storage | Literal[""] = ""
+    is_average: bool = False
+
+    def select(self, tree: Any, axes: Any) -> Any:
+        """Return a tree like `axes`, with None for the leaves that the group lacks."""
+        return trained(tree, axes) if self.is_average else tree
+
+    def start(self, params: Params, axes: Any) -> Params:
+        """Return a new group: a copy of parameters [...], so that both can be donated."""
+        copy = lambda x: jnp.array(x, dtype=self._dtype(x.dtype), copy=True)
+        return jax.tree.map(copy, self.select(params, axes))
+
+    def element_bytes(self, dims: Dims) -> int:
+        """Return the bytes per element of the copy of a parameter; 0 if the group lacks it."""
+        if self.is_average and dims.update == "none":
+            return 0
+        return self._dtype(jnp.dtype(dims.storage)).itemsize
+
+    def _dtype(self, stored: Any) -> Any:
+        """Return the dtype of the copy of a stored array; integer codes are copied unchanged."""
+        is_real = jnp.issubdtype(stored, jnp.floating)
+        return jnp.dtype(self.storage) if self.storage and is_real else stored
 
 
-GROUPS = {"model": ParameterGroup("params", False), "ema": ParameterGroup("ema_params", True)}
-"""The groups of parameters; all but the model contain only its trained leaves (`merged`)."""
+GROUPS = {
+    "model": ParameterGroup("params"),
+    "ema": ParameterGroup("ema_params", "optim.ema_decay", is_average=True),
+}
+"""The groups of parameters. A run has the model, and those that `OptimConfig.copies` names."""
 
 
 class Parameter(Dims):

@@ -98,9 +98,9 @@ class OptimConfig:
         return {"adamw": both, "adafactor": 0.0}.get(self.optimizer, momentum)
 
     @property
-    def ema_bytes(self) -> int:
-        """Bytes per parameter of the EMA."""
-        return 4 if self.ema_decay else 0
+    def copies(self) -> dict[str, float]:
+        """Parameter groups next to the model's -> decay per step, as in `Optimizer.copies`."""
+        return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:
         """Return every violated rule of this section, except bounds of single fields."""

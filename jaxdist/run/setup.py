@@ -40,13 +40,13 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.virtual_stages import to_execution_order, to_model_order
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
-from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
-from jaxdist.core.step import Optimizer, Step, make_step
+from jaxdist.core.state import TrainState, abstract_state, init_state
+from jaxdist.core.step import Optimizer, Reports, Step, make_step
 from jaxdist.core.step.grouped_update import plan_groups
 from jaxdist.core.step.kernel_trial import check_kernel
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_example
-from jaxdist.core.weights import base_of, frozen, trained
+from jaxdist.core.weights import GROUPS, base_of, frozen, trained
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.data.record_rows import record_fields, row_kind
@@ -120,17 +120,17 @@ class Parts:
             self.optimizer,
             self.schedule,
             max_grad_norm=rule.max_grad_norm,
-            ema_decay=rule.ema_decay,
+            copies=rule.copies,
+            store=self.moments,
         )
+        rows = self.config.num_row_losses if self.unit == "tokens" else 0
         step = make_step(
             self.model,
             self.model.objective,
             optimizer,
             self.layout,
             self.plan,
-            self.config.monitoring.layer_statistics_steps,
-            num_row_losses=self.config.num_row_losses if self.unit == "tokens" else 0,
-            store=self.moments,
+            Reports(self.config.monitoring.layer_statistics_steps, rows),
         )
         evaluate = lambda params, batch: step.evaluate(params, self.teacher(batch))
         return dataclasses.replace(step, evaluate=evaluate)
@@ -237,7 +237,7 @@ class Parts:
         return {
             "loss_scale": self.loss_scale,
             "offload": self.config.train.offload,
-            "has_ema": bool(self.config.optim.ema_decay),
+            "copies": tuple(self.config.optim.copies),
         }
 
     def restore(
@@ -245,8 +245,8 @@ class Parts:
     ) -> tuple[TrainState, dict[str, Any], int]:
         """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
 
-        If only the settings have an EMA, it starts from the parameters. If only the checkpoint has
-        an EMA, it is dropped. Both cases are logged. Layers are in execution order. Next to
+        A copy of the parameters that only the settings have starts from them. One that only the
+        checkpoint has is dropped. Both cases are logged. Layers are in execution order. Next to
         adapters, the frozen weights are loaded from `init_from` again.
         """
         target = self.without_base(self.abstract_state())
@@ -255,14 +255,15 @@ class Parts:
         if self.moments is not None:
             self.moments.load(StoredArrays(checkpointer.directory / step), step)
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
-        if not target.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
-            log.info("the EMA of checkpoint %d is dropped (optim.ema_decay=0)", step)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):
-            log.info("checkpoint %d has no EMA: it starts from the weights", step)
-            shardings = jax.tree.map(lambda x: x.sharding, target.ema_params)
-            moving = trained(state.params, self.model.axes)
-            average = jax.jit(copy_params, out_shardings=shardings)(moving)
-            state = dataclasses.replace(state, ema_params=average)
+        stored, copies = checkpointer.copies(step), dict(state.copies)
+        for name in set(stored) - set(copies):
+            log.info("%s of checkpoint %d is dropped (no %s)", name, step, GROUPS[name].setting)
+        for name in [name for name in copies if name not in stored]:
+            log.info("checkpoint %d has no %s: it starts from the weights", step, name)
+            shardings = jax.tree.map(lambda x: x.sharding, target.copies[name])
+            start = functools.partial(GROUPS[name].start, axes=self.model.axes)
+            copies[name] = jax.jit(start, out_shardings=shardings)(state.params)
+        state = dataclasses.replace(state, copies=copies)
         return self.in_execution_order(state), meta, step
 
     def load_params(self, checkpointer: Checkpointer, step: int, kind: Weights) -> Params:

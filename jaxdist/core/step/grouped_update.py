@@ -189,7 +189,7 @@ class GroupedTrain:
         keep = lambda applied, new, old: jax.tree.map(
             lambda n, o: jnp.where(applied, n, o), new, old
         )
-        shardings = jax.tree.map(lambda x: x.sharding, groups.state.ema_params)
+        shardings = jax.tree.map(lambda x: x.sharding, groups.state.copies)
         self._average = jax.jit(
             lambda old, params, applied: keep(applied, average(old, params), old),
             donate_argnums=0,
@@ -235,14 +235,14 @@ class GroupedTrain:
             assert written is not None
             written.result()
         params = merged(jax.tree.unflatten(treedef, moving), state.params)
-        ema_params = state.ema_params
-        if ema_params:
-            ema_params = self._average(ema_params, params, decision.applied)
+        copies = state.copies
+        if copies:
+            copies = self._average(copies, params, decision.applied)
         new = replace(
             state,
             params=params,
             opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), new_scalars),
-            ema_params=ema_params,
+            copies=copies,
             **small,
         )
         return new, metrics

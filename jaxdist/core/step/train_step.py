@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,12 +65,31 @@ class Step:
 
 
 class Optimizer(NamedTuple):
-    """The optimizer: `rule` returns the update before multiplication by the learning rate."""
+    """The optimizer: `rule` returns the update before multiplication by the learning rate.
+
+    `copies`: name of a parameter group (`core.weights.GROUPS`) -> its decay per step, 1 = frozen.
+    `store` has the moments if they are on a disk.
+    """
 
     rule: optax.GradientTransformation
     schedule: Callable[[Array], Array]
     max_grad_norm: float = 0.0
-    ema_decay: float = 0.0
+    copies: Mapping[str, float] = {}
+    store: Store | None = None
+
+
+class Reports(NamedTuple):
+    """Metrics of a step beyond loss and gradient norm.
+
+    Attributes:
+        layer_statistics_steps: interval at which the metrics have `layer_statistics`
+            (`step/layer_statistics.py`); 0 = never.
+        num_row_losses: rows of a batch if the metrics have loss and weight of each
+            (`with_row_losses`), else 0.
+    """
+
+    layer_statistics_steps: int = 0
+    num_row_losses: int = 0
 
 
 def make_step(
@@ -79,38 +98,29 @@ def make_step(
     optimizer: Optimizer,
     layout: Layout,
     plan: StepPlan,
-    layer_statistics_steps: int = 0,
-    *,
-    num_row_losses: int = 0,
-    store: Store | None = None,
+    reports: Reports = Reports(),  # noqa: B008 - immutable
 ) -> Step:
-    """Build the step for a model, objective, optimizer and layout; compiles nothing yet.
-
-    With `layer_statistics_steps`, the metrics of every step at this interval have
-    `layer_statistics` (`step/layer_statistics.py`). `num_row_losses` are the rows of a batch if the
-    metrics have loss and weight of each (`with_row_losses`), else 0.
-    `store` has the moments if they are on a disk.
-    """
+    """Build the step for a model, objective, optimizer and layout; compiles nothing yet."""
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule = optimizer.rule
     kept: dict[str, Any] = dict(
         loss_scale=initial_loss_scale(plan.compute_dtype),
         offload=plan.offload_optimizer,
-        has_ema=bool(optimizer.ema_decay),
+        copies=tuple(optimizer.copies),
     )
     shardings = state_shardings(model, rule, layout, **kept)
     measure = layer_statistics.make_measure(
         model,
         lambda measured: make_evaluate(measured, layout, plan, context, plan.accumulation),
         plan.layers.positions,
-        layer_statistics_steps,
+        reports.layer_statistics_steps,
     )
     options = choose_options(plan, layout, lambda: abstract_state(model, rule, layout, **kept))
     prepare = make_prepare(model, layout, plan, context)
     trained_model = model
-    if num_row_losses:
-        counted = with_row_losses(objective, num_row_losses)
+    if reports.num_row_losses:
+        counted = with_row_losses(objective, reports.num_row_losses)
         trained_model = dataclasses.replace(model, objective=counted)
     value_and_grad = make_value_and_grad(trained_model, layout, plan, context)
     sums_of = make_evaluate(model, layout, plan, context)
@@ -124,7 +134,7 @@ def make_step(
         optimizer.schedule,
     )
     update = make_update(model, rule, layout, optimizer.max_grad_norm)
-    average = functools.partial(move_average, decay=optimizer.ema_decay)
+    average = functools.partial(move_copies, decays=optimizer.copies)
     replicated = layout.sharding(P())
     compile_for: dict[str, Any] = dict(
         in_shardings=(shardings, None, replicated),  # leaves of a batch have different shardings
@@ -132,19 +142,19 @@ def make_step(
     )
     train: Any
     if plan.offload_optimizer == "disk":
-        assert store is not None
+        assert optimizer.store is not None
         grads = layout.shardings(layout.moment_specs(trained(model.axes, model.axes)))
         gradients = jax.jit(begin, out_shardings=(grads, *[replicated] * 3), **compile_for)
         groups = plan_groups(model, rule, layout, **{**kept, "offload": "none"})
         in_order = plan.orders_collectives
         train = GroupedTrain(
-            groups, store, gradients, update, average, model.axes, one_at_a_time=in_order
+            groups, optimizer.store, gradients, update, average, model.axes, one_at_a_time=in_order
         )
     else:
         train = _make_train(
             begin,
             update,
-            measure if layer_statistics_steps else None,
+            measure if reports.layer_statistics_steps else None,
             average,
             fetched_to=opt_shardings(model, rule, layout) if kept["offload"] == "host" else None,
             avoid_donation_copies=plan.avoids_donation_copies,
@@ -212,7 +222,7 @@ def _make_train(
     begin: Callable[..., Any],
     update: Callable[..., tuple[Params, Any]],
     measure: Callable[..., Any] | None,
-    average: Callable[[Params, Params], Params],
+    average: Callable[[dict[str, Params], Params], dict[str, Params]],
     *,
     fetched_to: Any = None,
     avoid_donation_copies: bool = False,
@@ -240,9 +250,9 @@ def _make_train(
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
 
-        ema_params = keep(average(state.ema_params, params), state.ema_params)
-        if avoid_donation_copies and ema_params:
-            params, _ = update_after(ema_params, "params")
+        copies = keep(average(state.copies, params), state.copies)
+        if avoid_donation_copies and copies:
+            params, _ = update_after(copies, "params")
         params = keep(params, state.params)
         if avoid_donation_copies:
             _, opt_state = update_after(params, "opt_state")
@@ -250,7 +260,7 @@ def _make_train(
             state,
             params=params,
             opt_state=keep(opt_state, state.opt_state),
-            ema_params=ema_params,
+            copies=copies,
             **small,
         )
         if measure is not None:
@@ -301,12 +311,17 @@ def make_update(
     return update
 
 
-def move_average(average: Params, params: Params, decay: float) -> Params:
-    """Return `decay` × average + (1 − `decay`) × params, float32 [...]; keeps {} and None."""
-    if not average:
-        return {}
-    move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)
-    return jax.tree.map(move, average, params, is_leaf=lambda mean: mean is None)
+def move_copies(
+    copies: Mapping[str, Params], params: Params, decays: Mapping[str, float]
+) -> dict[str, Params]:
+    """Return `decay` × copy + (1 − `decay`) × params, float32 [...], of each group that moves."""
+
+    def moved(copy: Params, decay: float) -> Params:
+        move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)
+        is_none = lambda mean: mean is None
+        return copy if decay == 1 else jax.tree.map(move, copy, params, is_leaf=is_none)
+
+    return {name: moved(copy, decays[name]) for name, copy in copies.items()}
 
 
 def _means(sums: Sums) -> Metrics:

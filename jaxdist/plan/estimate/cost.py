@@ -57,11 +57,11 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of stored parameters, their EMA and the moments, over all devices."""
+    """Return the bytes of stored parameter groups and moments, over all devices."""
     memory = estimate_memory(job)
     saved = job.trained if job.config.lora.rank else job.weights
     params = sum(weight.num_bytes * weight.size for weight in saved)
-    params += job.config.optim.ema_bytes * sum(weight.size for weight in job.trained)
+    params += sum(n * weight.size for copy in job.copies.values() for weight, n in copy)
     local = memory.state["optimizer moments"] + memory.host_bytes
     sharded = job.total(job.trained, "moment")
     return (

@@ -29,6 +29,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
 from jaxdist.core.types import Dims, Model, offloaded_names, rows_per_example
+from jaxdist.core.weights import GROUPS
 from jaxdist.hardware import Cluster
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.optim import is_frozen
@@ -245,6 +246,13 @@ class Job:
         """Return the parameters that training updates."""
         is_named = lambda weight: is_frozen(self.config.optim, weight.name.replace(".", "/"))
         return tuple(w for w in self.weights if w.dims.update != "none" and not is_named(w))
+
+    @functools.cached_property
+    def copies(self) -> dict[str, list[tuple[Weight, int]]]:
+        """The parameter groups next to the model's: their weights, and bytes per element."""
+        held = lambda group: self.trained if group.is_average else self.weights
+        groups = {name: GROUPS[name] for name in self.config.optim.copies}
+        return {n: [(w, g.element_bytes(w.dims)) for w in held(g)] for n, g in groups.items()}
 
     def only_trained(self, weights: Iterable[Weight]) -> tuple[Weight, ...]:
         """Return the weights that training updates, which have a gradient."""

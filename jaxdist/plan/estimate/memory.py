@@ -104,7 +104,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": sum(w.num_bytes * job.size(w, "param") for w in job.weights),
-        "weight average": job.config.optim.ema_bytes * job.total(job.trained, "param"),
+        **{name: sum(n * job.size(w, "param") for w, n in x) for name, x in job.copies.items()},
         "optimizer moments": moments if offload == "none" else 0.0,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards
         + teacher.field_bytes(job),

@@ -15,6 +15,7 @@ from collections import defaultdict
 
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.weights import GROUPS
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import attention, products, teacher, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
@@ -251,7 +252,8 @@ def optimizer_work(job: Job) -> Work:
     elements = job.total(job.trained, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
-    average = 2 * job.config.optim.ema_bytes * job.total(job.trained, "param")
+    moving = [copy for name, copy in job.copies.items() if GROUPS[name].is_average]
+    average = sum(2 * n * job.size(weight, "param") for copy in moving for weight, n in copy)
     return Work(memory_bytes=float(per_element * elements + average))
 
 

@@ -208,7 +208,7 @@ def _in_order(digests: dict[str, Any]) -> Digests:
     ordered: Digests = {}
     lanes = digests["lanes"]
     for part in (*(group.item for group in GROUPS.values()), "opt_state"):
-        ordered |= _by_layer(digests[part], part)
+        ordered |= _by_layer(digests.get(part, {}), part)
     ordered |= {f"batch/{name}": int(digest) for name, digest in digests["batch"].items()}
     count = 0 if lanes is None else len(lanes)
     parts = [] if lanes is None else np.split(np.asarray(lanes), len(_STAGES), axis=1)

@@ -64,9 +64,7 @@ class DoctorConfig(RunConfig):
     @property
     def checkpoints_bytes(self) -> int:
         """Return the peak disk bytes of all checkpoints of the run, including unfinished ones."""
-        # Parameters, their average and moments; the state in memory has gradients too.
-        moments = self.optim.moment_bytes + self.optim.ema_bytes
-        one = round(self.state_bytes(self.build_model()) * (4 + moments) / (8 + moments))
+        one = self.state_bytes(self.build_model(), gradients=False)
         unfinished = 1 + self.checkpoint.async_save  # a save in progress, and a halfway one
         return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + unfinished)
 
