@@ -106,7 +106,8 @@ MESH = {  # tests/test_mesh.py covers the notation
     "stages of a cnn": (
         ["--mesh=pp=2", "--model=cnn", "--data.sources=cifar"], "no stacked layers", "Use pp=1"),
     "nothing legal": (
-        ["--simulate=7", "--train.global_batch_size=6"], "not a multiple of 7", "--mesh dp=6"),
+        ["--simulate=11", "--train.global_batch_size=6"],
+        "not a multiple of 11", "Legal with 10 devices"),
 }  # fmt: skip
 
 FLAGS = {  # tests/test_config.py covers the problems of the reader itself

@@ -373,7 +373,7 @@ def test_bad_arguments_are_rejected_with_a_fix(flags, facts):
 
 def test_illegal_mesh_error_lists_legal_meshes():
     with refused("model.num_layers=7", "Legal with 8 devices", "--mesh "):
-        main(small("--gpus", "h100:8", "--mesh", "dp=4,pp=2", "--model.num_layers=7"))
+        main(small("--gpus", "h100:8", "--mesh", "pp=8", "--model.num_layers=7"))
 
 
 def test_data_can_be_missing_and_mesh_of_the_file_is_ignored(capsys, tmp_path):
@@ -404,6 +404,7 @@ def step_of(total: int) -> CompiledStep:
         branch_shares={},
         program="",
         attention="cudnn",
+        offload=(),
         remarks=(),
         compile_s=1.0,
         versions={"jaxlib": "0"},
