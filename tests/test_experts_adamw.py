@@ -53,7 +53,7 @@ def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     decays = [p for p in reference.parameters() if p.ndim > 1]
     others = [p for p in reference.parameters() if p.ndim < 2]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    reference = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=1e-4)
+    optimizer = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=1e-4)
     losses, expected = [], []
     for index in range(STEPS):
         tokens = random_tokens(ROWS, SEQ + 1, seed=index)
@@ -64,9 +64,9 @@ def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
         logits = reference(torch.from_numpy(batch["tokens"]).long()).logits
         targets = torch.from_numpy(batch["targets"]).long()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        reference.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        reference.step()
+        optimizer.step()
         expected.append(loss.item())
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     reference.save_pretrained(tmp_path / "last")

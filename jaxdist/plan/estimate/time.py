@@ -27,9 +27,9 @@ from jaxdist.plan.estimate.traffic import Flow
 
 MEASURED = {
     "our step on one H200": (0.81, 0.92, 4),
-    "NVIDIA's stack": (0.87, 1.26, 18),
+    "NVIDIA's stack": (0.87, 1.24, 18),
     "other trainers": (0.79, 1.13, 31),
-    "long or split rows": (0.92, 1.21, 17),
+    "long or split rows": (0.90, 1.17, 17),
 }
 """Low and high measured / estimated time, and the number of runs, by software stack.
 
