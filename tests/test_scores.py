@@ -113,7 +113,7 @@ def alone(bases):
 
 
 @pytest.mark.parametrize(
-    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)]
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.product) for mesh in MORE_MESHES)]
 )
 def test_a_mesh_learns_the_same_as_one_device(bases, alone, mesh):
     changes = (MESHES | MORE_MESHES)[mesh]
