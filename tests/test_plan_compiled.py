@@ -264,6 +264,7 @@ FACTS = {
     "branch_shares": {"backward": 0.5},
     "program": "",
     "attention": "cudnn",
+    "offload": [],
     "compile_s": 1.0,
     "versions": {},
     "xla_flags": "",
@@ -316,6 +317,7 @@ def test_traffic_of_a_branch_is_weighted_by_the_schedule():
         ),
         ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100 % .* of 1.0 GiB"),
         ("", {"collectives": [COLLECTIVE]}, "reduction dtype", r"in bf16 over data\+fsdp"),
+        ("", {"offload": ["wrong order"]}, "offload", "wrong order"),
         ("", {"attention": "xla"}, "attention", "not cuDNN"),
     ],
 )
