@@ -1,6 +1,5 @@
 """Activations in host memory: equal bits, the check of the compiled order, plans and rejections."""
 
-import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import tiny
 from commands import ROOT
 from refusals import refused
 from test_estimate import job
-from test_plan_compiled import CONFIG, NODES, needs_compiler
 from test_trials import GPU, cache  # noqa: F401  (a fixture)
 from tiny import Case
 
@@ -21,7 +19,6 @@ from jaxdist.core import trials
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
-from jaxdist.plan.compiled.check import CompiledStep, compile_step
 from jaxdist.plan.compiled.host_offload import forward_reads, offload_problems
 from jaxdist.plan.estimate import remat as estimate_remat
 from jaxdist.plan.estimate.job import Job
@@ -83,19 +80,6 @@ def test_a_compiled_step_must_read_the_host_in_reverse(offset, stride, host_byte
     stats = SimpleNamespace(host_temp_size_in_bytes=host_bytes)
     compiled = SimpleNamespace(memory_analysis=lambda: stats, as_text=lambda: text)
     assert len(offload_problems(compiled)) == num_problems
-
-
-@needs_compiler
-def test_the_compiler_is_rejected_if_its_version_is_listed():
-    """jax 0.10.2 and 0.11.0 read forward; others must be right, or belong on the list."""
-    train = dataclasses.replace(CONFIG.train, remat="offload:layer_input")
-    model = dataclasses.replace(CONFIG.model, d_model=1024)
-    config = dataclasses.replace(CONFIG, model=model, train=train)
-    outcome = compile_step(config, MeshSpec(fsdp=8), NODES, timeout_s=300)
-    assert isinstance(outcome, CompiledStep), outcome
-    # 4 layers, 16 rows of 128 positions over 8 devices and 4 microbatches: at least one row.
-    assert outcome.memory.host_bytes >= 4 * 128 * 1024 * 2
-    assert bool(outcome.offload) == (jax.__version__ in WRONG_OFFLOAD)
 
 
 def test_a_gpu_with_wrong_gradients_is_rejected(cache, monkeypatch):  # noqa: F811

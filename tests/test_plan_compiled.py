@@ -27,6 +27,7 @@ from jaxdist.plan.compiled import check
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import HloInstruction
 from jaxdist.plan.estimate.attention import cudnn_scratch
+from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.run.setup import assemble
 from jaxdist.tools import compiler
 
@@ -101,6 +102,19 @@ def test_every_axis_has_the_expected_traffic(step):
     assert ("all-reduce", "data") in sent
     assert not any("data" in axes and kind == "all-gather" for kind, axes in sent)
     assert all(c.nodes == 1 for c in step.collectives if c.axes == ("tensor",))
+
+
+@needs_compiler
+def test_the_compiler_is_rejected_if_its_version_is_listed():
+    """jax 0.10.2 and 0.11.0 read forward; others must be right, or belong on the list."""
+    train = dataclasses.replace(CONFIG.train, num_microbatches=1, remat="offload:layer_input")
+    model = dataclasses.replace(CONFIG.model, d_model=1024)
+    config = dataclasses.replace(CONFIG, model=model, train=train)
+    outcome = compile_step(config, MeshSpec(fsdp=8), NODES, timeout_s=300)
+    assert isinstance(outcome, CompiledStep), outcome
+    # The inputs of 4 layers: 2 rows of 128 positions on each of 8 devices.
+    assert outcome.memory.host_bytes == 4 * 2 * 128 * 1024 * 2
+    assert bool(outcome.offload) == (jax.__version__ in WRONG_OFFLOAD)
 
 
 def compile_for_two(config: RunConfig, spec: MeshSpec, gpu: str = "h100"):

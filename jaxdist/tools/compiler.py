@@ -198,10 +198,6 @@ def _attention(parts: Any, calls: list[tuple[str, HloInstruction]]) -> str:
     return "xla" if parts.model.unit == "tokens" else ""
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 CUDNN = (9, 12, 0)
 """Assumed version of cuDNN; jax[cuda13] installs this or a later one."""
 
@@ -284,3 +280,7 @@ def target_text(gpu: Gpu) -> str:
 
 def _version(numbers: tuple[int, int, int]) -> str:
     return "{{ major: {} minor: {} patch: {} }}".format(*numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
