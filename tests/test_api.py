@@ -239,6 +239,7 @@ def test_plan_equals_output_of_the_command(capsys):
 
 
 def test_progress_bar_replaces_lines_of_steps_and_evaluations(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("jaxdist.runtime.progress.SHORT_S", 0.0)  # compiling may take less
     bars = []
     make = progress.make_bar
     monkeypatch.setattr(api, "make_bar", lambda **options: bars.append(make(**options)) or bars[-1])

@@ -357,7 +357,7 @@ def test_kernel_is_unused_before_an_accepted_comparison():
     assert "XLA splits" in kernel_rejection(layout, here, check)
 
 
-def test_only_packed_rows_are_compared(monkeypatch):
+def test_only_packed_rows_are_compared(monkeypatch, tmp_path):
     flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
     flags += ["--train.seq_len=32"]
     compared_kinds = []
@@ -372,7 +372,7 @@ def test_only_packed_rows_are_compared(monkeypatch):
     monkeypatch.setattr(trained_run, "evaluate", lambda step, *_, **__: step)
     rejection = property(lambda own: own.plan.attention.packed_rejection)
     monkeypatch.setattr(trained_run.Parts, "step", rejection)
-    run = trained_run.TrainedRun(path=None, parts=parts)
+    run = trained_run.TrainedRun(path=tmp_path, parts=parts)
     plain, packed = (SimpleNamespace(fields=text_fields(32, packed)) for packed in (False, True))
     assert "not compared" in run.evaluate({}, plain) and len(compared_kinds) == 1
     assert run.evaluate({}, packed) == run.evaluate({}, packed) == ""

@@ -10,9 +10,9 @@ from data_cases import sharding_on
 from refusals import refused
 
 from jaxdist.data import DataConfig, Loader, Order, open_datasets, resume_position
-from jaxdist.data.__main__ import main
 from jaxdist.data.order import MixtureStage
 from jaxdist.run.metrics_log import read_records
+from jaxdist.tools.spike import main
 
 SIZES, STARTS = [70, 90, 50], [0, 70, 160, 210]
 BATCH = 8
@@ -211,7 +211,7 @@ def test_declared_change_of_a_run_is_replayed(files, capsys):
         assert run_here("train", f"--replay=run:{step}", "--mesh=dp=8") == 0
         assert f"rows of step {step}" in capsys.readouterr().out
     capsys.readouterr()
-    assert main(["spike", "run", "6", "--json", "--top=0"]) == 0
+    assert main(["run", "6", "--json", "--top=0"]) == 0
     sources = [
         row["source"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     ]
@@ -250,7 +250,7 @@ def test_loss_of_a_source_is_that_of_its_rows(files, capsys):
     assert run_here("train", *FLAGS, *data, "--steps=3", "--mesh=dp=8", "--run-dir=run") == 0
     record = [r for r in read_records("run/metrics.jsonl") if r["kind"] == "train"][2]
     capsys.readouterr()
-    assert main(["spike", "run", "3", "--json", "--top=0"]) == 0
+    assert main(["run", "3", "--json", "--top=0"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     for source in ("a.txt", "b.txt"):
         losses = [row["loss"] for row in rows if row["source"] == source]

@@ -70,6 +70,10 @@ def home(tmp_path_factory):
     (home / "chats.jsonl").write_text((json.dumps({"messages": says}) + "\n") * 300)
     pair = {"prompt": "Say hi.", "chosen": " Hi!", "rejected": " No."}
     (home / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 300)
+    labeled = [json.dumps({"text": f"text {i}", "label": i % 3}) + "\n" for i in range(300)]
+    (home / "texts.jsonl").write_text("".join(labeled))
+    (home / "books").mkdir()
+    (home / "books" / "a.txt").write_text("Once upon a time there was a test. " * 900)
     adapt = "python -m jaxdist.train --init-from models/NAME --data.records chat --lora.rank 4"
     words = shlex.split(f"{adapt} --data.sources chats.jsonl --run-dir runs/ADAPTED")
     flags = [flag for flag in SMALLER if not flag.startswith("--model.")]

@@ -199,7 +199,8 @@ def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
     monkeypatch.setattr(session_module, "CompileTimes", lambda parts: times)
     step = types.SimpleNamespace(compile=compile_step, seconds=1.0)
     session = types.SimpleNamespace(
-        parts=None, budget=None, step=0, state=None, _compiled=False, train_step=step,
+        parts=types.SimpleNamespace(plan=types.SimpleNamespace(remat="none", platform="cpu")),
+        budget=None, step=0, state=None, _compiled=False, train_step=step,
         timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
         checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),
         guard=types.SimpleNamespace(update_limit=lambda step: 0.0),
