@@ -59,7 +59,7 @@ def test_notebook_runs(path, execute):
         for output in cell["outputs"]
         for text in (output.get("text", ""), *output.get("data", {}).values())
     )
-    for line in ("\nmesh ", "compiling the train step", "\nended ", "\nnext "):
+    for line in ("\nmesh ", "train step compiled", "\nended ", "\nnext "):
         assert line in printed, printed
     expected = {"train": ["training loss", "<svg"], "finetune": ["Good day.", "Farewell."]}
     assert all(word in printed for word in expected[path.stem]), printed[-2000:]
