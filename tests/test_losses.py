@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
+from jaxdist.core.collective_order import in_order
 from jaxdist.core.losses import (
     Regularizers,
     Vocabulary,
@@ -77,7 +78,7 @@ def sharded(num_devices, chunk, **options):
     """`fused` with the vocabulary split over so many devices."""
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("tensor",))
     return jax.shard_map(
-        partial(fused, chunk=chunk, axis="tensor", **options),
+        in_order(partial(fused, chunk=chunk, axis="tensor", **options)),
         mesh=mesh,
         in_specs=(P(), P(None, "tensor"), P(), P()),
         out_specs=(P(), (P(), P(None, "tensor")), P()),
