@@ -1,6 +1,7 @@
 """Pipeline schedules: tables are legal, costs equal closed forms, and faults are refused."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,7 +9,13 @@ from refusals import refused
 
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, peak, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.parallel.pipeline.schedule import Action, Schedule, ScheduleError, check
+from jaxdist.core.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    check,
+    kinds_of,
+)
 from jaxdist.core.parallel.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -16,6 +23,7 @@ from jaxdist.core.parallel.pipeline.schedules import (
     make_schedule,
 )
 from jaxdist.core.parallel.pipeline.simulation import Costs, branch_shares, draw, simulate
+from jaxdist.plan.estimate.job import stages_of
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 5, 8, 16, 19)
@@ -267,3 +275,16 @@ def test_tables_use_the_spare_slot_if_nothing_arrives():
     assert num_slots == [1, 1, 3, 2]
     assert np.all(tables.activation_arrival[:, 0] == 1), "stage 0 of two has no stage before it"
     assert sorted(tables.activation_arrival[:, 1].tolist())[:2] == [0, 0]
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 3)])
+def test_costs_of_many_microbatches_follow_from_four_groups(stages, virtual):
+    """The plan does not simulate all microbatches."""
+    for count in range(1, 8 * stages + 1):
+        schedule = make_schedule("1f1b", stages, count, virtual)
+        stored, simulated = stages_of(stages, count, virtual), simulate(schedule)
+        assert stored.report.bubble == pytest.approx(simulated.bubble, abs=1e-12)
+        assert dataclasses.replace(stored.report, bubble=simulated.bubble) == simulated
+        assert stored.num_loops == len(plan_loops(schedule))
+        kinds = [kind for tick in schedule.ticks for kind in kinds_of(tick)]
+        assert stored.ticks == Counter(kinds) and stored.num_microbatches == count

@@ -21,9 +21,9 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of
+from jaxdist.core.parallel.pipeline.schedule import Kind, kinds_of
+from jaxdist.core.parallel.pipeline.schedules import make_schedule
 from jaxdist.core.parallel.pipeline.simulation import Report, simulate
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
@@ -59,36 +59,49 @@ class Engine:
     fuses_recomputation: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """A pipeline schedule and its cost.
+    """The cost of a pipeline schedule.
 
     Attributes:
         report: simulated cost.
         ticks: kind of action -> number of ticks with it. No tick has both kinds.
     """
 
-    schedule: Schedule
+    num_microbatches: int
     report: Report
     ticks: Mapping[Kind, int]
     num_loops: int
 
 
 @functools.lru_cache(maxsize=1024)
-def stages_of(
-    config: PipelineConfig, num_stages: int, rows: int, num_microbatches: int, rows_per_example: int
-) -> Stages:
-    """Return the schedule that training would use; see `PipelineConfig.make_schedule`."""
-    schedule = config.make_schedule(
-        num_stages=num_stages,
-        rows=rows,
-        num_microbatches=num_microbatches,
-        rows_per_example=rows_per_example,
+def stages_of(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> Stages:
+    """Return the cost of the schedule that training would use.
+
+    After three groups of `num_stages` microbatches, each further group only adds the same ticks,
+    so at most four groups are simulated.
+    """
+    groups = max(0, num_microbatches // num_stages - 3)
+    schedule = make_schedule(
+        "1f1b", num_stages, num_microbatches - groups * num_stages, num_virtual_stages
     )
+    ticks = Counter(kind for tick in schedule.ticks for kind in kinds_of(tick))
+    report = simulate(schedule)
+    added = groups * num_stages * num_virtual_stages  # ticks, and permutes, of each kind
+    duration = report.duration + 3 * added  # a backward costs two forwards
+    last = num_stages * num_virtual_stages - 1
     return Stages(
-        schedule=schedule,
-        report=simulate(schedule),
-        ticks=Counter(kind for tick in schedule.ticks for kind in kinds_of(tick)),
+        num_microbatches=num_microbatches,
+        report=dataclasses.replace(
+            report,
+            num_ticks=report.num_ticks + 2 * added,
+            duration=duration,
+            bubble=1.0 - 3 * num_microbatches * num_virtual_stages / duration,
+            messages=report.messages + 2 * groups * num_stages * last,
+            forward_permutes=report.forward_permutes + added,
+            backward_permutes=report.backward_permutes + added,
+        ),
+        ticks={kind: number + added for kind, number in ticks.items()},
         num_loops=len(plan_loops(schedule)),
     )
 
@@ -176,27 +189,20 @@ class Job:
 
     @functools.cached_property
     def stages(self) -> Stages | None:
-        """The pipeline schedule with its cost; None without stages."""
+        """The cost of the pipeline schedule; None without stages."""
         if self.spec[PIPELINE] == 1:
             return None
-        return stages_of(
-            self.config.pipeline,
-            self.spec[PIPELINE],
-            self.rows,
-            self.config.train.num_microbatches,
-            rows_per_example(self.model.objective),
+        pipeline, num_stages = self.config.pipeline, self.spec[PIPELINE]
+        count = self.config.train.num_microbatches or pipeline.choose_microbatches(
+            num_stages, self.rows, rows_per_example(self.model.objective)
         )
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The pipeline schedule; None without stages."""
-        return None if self.stages is None else self.stages.schedule
+        return stages_of(num_stages, count, pipeline.num_virtual_stages)
 
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches per replica."""
-        if self.schedule is not None:
-            return self.schedule.num_microbatches
+        if self.stages is not None:
+            return self.stages.num_microbatches
         return self.config.train.accumulation
 
     @property

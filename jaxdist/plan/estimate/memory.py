@@ -110,7 +110,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         + teacher.field_bytes(job),
         TEACHER: teacher.state_bytes(job),
     }
-    phases = dict(_pipeline_phases(job) if job.schedule else _phases(job)) | teacher.phase(job)
+    phases = dict(_pipeline_phases(job) if job.stages else _phases(job)) | teacher.phase(job)
     offloaded = costs_of(job).offloaded_per_layer()
     if offload != "none":  # XLA fetches moments as late as possible, when gradients are complete
         fetched = moments if offload == "host" else _moments_in_flight(job)

@@ -135,13 +135,13 @@ def search(
             refused[spec] = problems[0]
             continue
         try:
-            here = list(_on_mesh(Job.of(config, spec, cluster, model)))
+            choice, number = _on_mesh(Job.of(config, spec, cluster, model))
         except ConfigError as error:  # no exchange on this mesh supports the attention kernel
             refused[spec] = error.problems[0]
             continue
-        tried += len(here)
-        if here:
-            choices.append(min(here, key=_rank))
+        tried += number
+        if choice is not None:
+            choices.append(choice)
     return SearchResult(
         choices=tuple(sorted(choices, key=_rank)),
         refused=refused,
@@ -162,7 +162,7 @@ def why_not(choice: Candidate, best: Candidate) -> str:
     if choice.time.seconds < 1.005 * best.time.seconds:
         is_faster = choice.time.seconds < 0.995 * best.time.seconds
         speed = relative_speed(choice.time.seconds, best.time.seconds) if is_faster else "as fast"
-        is_complex = _complexity(choice) > _complexity(best)
+        is_complex = _complexity(choice.job) > _complexity(best.job)
         return f"{speed}, " + ("but a more complex mesh" if is_complex else "within the error")
     losing, winning = choice.time.parts, best.time.parts
     more = {name: s - winning.get(name, 0.0) for name, s in losing.items()}
@@ -196,14 +196,22 @@ _CAUSES = {
 
 def _rank(choice: Candidate) -> tuple[bool, float, int]:
     """Return a sort key: fitting candidates by speed and simplicity, then others by memory."""
-    split = _complexity(choice)
     if not choice.fits:
-        return True, choice.memory.total_bytes, split
-    return False, choice.time.seconds * (1 + _COMPLEXITY_COST * split), split
+        return True, *_bytes_rank(choice.job, choice.memory)
+    return False, *_weighted_time(choice.job, choice.time)
 
 
-def _complexity(choice: Candidate) -> int:
-    return sum(axis.complexity for axis in choice.job.spec.used) + choice.job.config.mesh.zero
+def _bytes_rank(job: Job, memory: MemoryEstimate) -> tuple[float, int]:
+    return memory.total_bytes, _complexity(job)
+
+
+def _weighted_time(job: Job, step: StepTime) -> tuple[float, int]:
+    split = _complexity(job)
+    return step.seconds * (1 + _COMPLEXITY_COST * split), split
+
+
+def _complexity(job: Job) -> int:
+    return sum(axis.complexity for axis in job.spec.used) + job.config.mesh.zero
 
 
 _COMPLEXITY_COST = 0.05
@@ -219,29 +227,51 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 # --- settings on one mesh -------------------------------------------------------------------------
 
 
-def _on_mesh(job: Job) -> Iterator[Candidate]:
-    """Yield, per variant, the first microbatch count that fits, else the one of least memory."""
+def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
+    """Return the best variant on a mesh, and the number of variants compared.
+
+    Of each variant, the first microbatch count that fits counts, else the one of least memory.
+    """
     limit = usable_bytes(job)
-    for variant in _variants(job):
+    best: Candidate | None = None
+    smallest: tuple[Job, MemoryEstimate] | None = None
+    number = 0
+    for number, variant in enumerate(_variants(job), 1):  # noqa: B007
         examples = variant.rows // rows_per_example(variant.model.objective)
         counts = [n for n in range(1, examples + 1) if examples % n == 0]
         if variant.spec[PIPELINE] > 1:
             # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
             counts = [n for n in counts if n >= 4 * variant.spec[PIPELINE]] or counts[-1:]
         jobs = [variant.changed("train", num_microbatches=count) for count in counts]
-        least: tuple[Job, MemoryEstimate] | None = None
-        while jobs:
-            tried = jobs.pop(0)
-            memory = estimate_memory(tried)
-            # Two or more microbatches accumulate gradients, so more may need more memory.
-            if least is None or memory.total_bytes < least[1].total_bytes:
-                least = tried, memory
-            if memory.total_bytes <= limit:
-                break  # more microbatches are slower
-            if memory.state_bytes > limit:  # no count fits; the last one may need least
-                jobs = jobs[-1:]
-        if least is not None:
-            yield Candidate.of(*least)
+        if best is not None and jobs and variant.spec[PIPELINE] == 1:
+            # More microbatches are slower still: the memory of a slower one does not matter.
+            fastest = _weighted_time(jobs[0], estimate_time(jobs[0]))
+            if _rank(best) <= (False, *fastest):
+                continue
+        least = _least_memory(jobs, limit)
+        if least is None:
+            continue
+        if least[1].total_bytes <= limit:
+            best = min(filter(None, (best, Candidate.of(*least))), key=_rank)
+        elif smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
+            smallest = least
+    return best or (Candidate.of(*smallest) if smallest else None), number
+
+
+def _least_memory(jobs: list[Job], limit: float) -> tuple[Job, MemoryEstimate] | None:
+    """Return the first job that fits, by rising microbatch counts, else that of least memory."""
+    least: tuple[Job, MemoryEstimate] | None = None
+    while jobs:
+        tried, *jobs = jobs
+        memory = estimate_memory(tried)
+        # Two or more microbatches accumulate gradients, so more may need more memory.
+        if least is None or memory.total_bytes < least[1].total_bytes:
+            least = tried, memory
+        if memory.total_bytes <= limit:
+            break  # more microbatches are slower
+        if memory.state_bytes > limit:  # no count fits; the last one may need least
+            jobs = jobs[-1:]
+    return least
 
 
 def _variants(job: Job) -> Iterator[Job]:

@@ -75,7 +75,7 @@ def _weights(job: Job) -> Iterator[Moved]:
 
 def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterator[Moved]:
     """Yield the traffic of weights that are gathered over the axes `shard`."""
-    once = job.schedule is not None and job.config.pipeline.gather == "step"
+    once = job.stages is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
     passes = 1 if once else _passes(job) * job.num_microbatches
     scatters = depth * (1 if once else job.num_microbatches)
@@ -87,12 +87,12 @@ def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterat
     layer_grads, outer_grads = job.total(layers, "gathered") // depth, job.total(outer, "gathered")
     r = job.plan.reduce_dtype.itemsize
     # Pipeline stages gather weights unrounded. Vectors are not gathered.
-    fp8 = 0 if job.schedule is not None else job.num_fp8_layers
+    fp8 = 0 if job.stages is not None else job.num_fp8_layers
     yield shard, Traffic("all-gather", "weights", layer_bytes, (depth - fp8) * passes)
     yield shard, Traffic("all-gather", "weights", in_layer, fp8 * passes)
     yield shard, Traffic("all-gather", "weights", outside, 1)
     yield shard, Traffic("reduce-scatter", "gradients", r * layer_grads, scatters)
-    times = 1 if job.schedule else job.num_microbatches
+    times = 1 if job.stages else job.num_microbatches
     yield shard, Traffic("reduce-scatter", "gradients", r * outer_grads, times)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,16 +62,13 @@ class Lifetimes:
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
     """Assign intervals to the fewest slots; a slot read last in tick t is free when t ends."""
     slots: dict[Work, int] = {}
-    busy: list[tuple[int, int]] = []
-    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
+    free: list[int] = []  # heap
     for work, (first, last) in sorted(intervals.items(), key=lambda item: (item[1], item[0])):
-        free += [slot for end, slot in busy if end < first]
-        busy = [(end, slot) for end, slot in busy if end >= first]
-        slot = min(free) if free else len(busy)
-        if free:
-            free.remove(slot)
-        busy.append((last, slot))
-        slots[work] = slot
+        while busy and busy[0][0] < first:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slots[work] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (last, slots[work]))
     return slots
 
 
@@ -81,11 +79,6 @@ def peak(intervals: Iterable[Interval]) -> int:
     # The peak is at the start of some interval: intervals started so far minus intervals ended.
     alive = (begun - bisect.bisect_left(lasts, first) for begun, first in enumerate(firsts, 1))
     return max(alive, default=0)
-
-
-def num_slots(stages: list[dict[Work, Interval]]) -> int:
-    """Return the number of slots of the stage that needs most."""
-    return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
 class Instruction(NamedTuple):
@@ -121,16 +114,20 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.residuals, lives.outputs)
     slots = [[assign_slots(stage) for stage in family] for family in families]
-    counts = [num_slots(family) for family in families]
+    counts = [1 + max((n for stage in x for n in stage.values()), default=-1) for x in slots]
     shape = (len(schedule.ticks), schedule.num_stages)
     microbatch, virtual = (np.zeros(shape, np.int32) for _ in range(2))
     is_active = np.zeros(shape, bool)
     used = [np.full(shape, count, np.int32) for count in counts]
     arrivals = [np.full(shape, count, np.int32) for count in counts[:2]]
+    for s, stage in enumerate(lives.residuals):
+        is_busy = np.zeros((shape[0], counts[2] + 1), bool)
+        for work, (first, last) in stage.items():
+            is_busy[first : last + 1, slots[2][s][work]] = True
+        used[2][:, s] = is_busy.argmin(1)  # the lowest free slot, for idle ticks
     for t, tick in enumerate(schedule.ticks):
         for s, action in enumerate(tick):
             if action is None:
-                used[2][t, s] = _free_slot(slots[2][s], lives.residuals[s], t)
                 continue
             work = (action.microbatch, action.virtual)
             is_active[t, s] = True
@@ -143,9 +140,3 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
     counts[2] = max(counts[2], 1 + int(used[2].max(initial=-1)))
     return Instruction(is_active, microbatch, virtual, *used, *arrivals), counts
-
-
-def _free_slot(slots: Mapping[Work, int], lives: Mapping[Work, Interval], tick: int) -> int:
-    """Return the lowest slot without a value in this tick."""
-    busy = {slots[work] for work, (first, last) in lives.items() if first <= tick <= last}
-    return next(slot for slot in range(len(busy) + 1) if slot not in busy)

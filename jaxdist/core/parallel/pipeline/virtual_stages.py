@@ -54,7 +54,7 @@ class LayerSplit:
         """Return the number of layers of the model."""
         return sum(self.depths)
 
-    @property
+    @functools.cached_property
     def num_stored(self) -> int:
         """Return the number of layers of all stages, including padding."""
         return len(self.depths) * self.slots
