@@ -321,9 +321,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_450,
-    "package code lines": 46_300,
-    "test lines": 48_330,
+    "package lines": 65_480,
+    "package code lines": 46_320,
+    "test lines": 48_360,
     "two-way folder pairs": 0,
     "settings of a run": 155,
 }
