@@ -78,7 +78,8 @@ CASES = {
 # transformers 5.23 warns of what PEFT 0.21 calls.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize(
-    "family", ["llama2", "gpt2", pytest.param("qwen2", marks=pytest.mark.product)]
+    "family",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.product) for name in ("llama2", "qwen2"))],
 )
 def test_twenty_steps_equal_peft_in_pytorch(base_of, family):
     config = config_of(base_of(family), **CASES[family])
@@ -120,7 +121,7 @@ def alone(base_of):
     "mesh, variant",
     [
         ("fsdp=2,tp=2", "dora"),
-        pytest.param("pp=2,cp=2", "lora", marks=pytest.mark.slow),
+        pytest.param("pp=2,cp=2", "lora", marks=pytest.mark.product),
         *(
             pytest.param(mesh, variant, marks=pytest.mark.product)
             for mesh, variant in itertools.product([*MESHES][2:], ["lora", "dora"])

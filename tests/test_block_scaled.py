@@ -148,7 +148,7 @@ def one_device(kind: str) -> Trace:
 @pytest.mark.parametrize(
     "kind, case",
     [
-        ("mxfp8", Case("deep", "pp=2", microbatches=4)),
+        pytest.param("mxfp8", Case("deep", "pp=2", microbatches=4), marks=pytest.mark.product),
         ("nvfp4", Case("deep", "fsdp=2,tp=2", microbatches=2, remat="dots")),
     ],
     ids=str,

@@ -222,7 +222,9 @@ def test_declared_change_of_a_run_is_replayed(files, capsys):
         run_here("train", "--replay=run:6", "--mesh=dp=8")
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,cp=2,tp=2", "pp=2,dp=4"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,cp=2,tp=2", pytest.param("pp=2,dp=4", marks=pytest.mark.product)]
+)
 def test_metrics_have_loss_and_tokens_of_each_source(files, mesh):
     flags = [f for f in FLAGS if "num_layers" not in f and "batch_size" not in f]
     flags += [f"--mesh={mesh}", "--train.loss_chunk_tokens=32", "--model.num_layers=2"]

@@ -101,8 +101,7 @@ def alone(models):
     "mesh",
     [
         "fsdp=2,tp=2",
-        pytest.param("pp=2,cp=2", marks=pytest.mark.slow),
-        *(pytest.param(mesh, marks=pytest.mark.product) for mesh in [*MESHES][2:]),
+        *(pytest.param(mesh, marks=pytest.mark.product) for mesh in [*MESHES][1:]),
     ],
 )
 def test_a_mesh_learns_the_same_as_one_device(models, alone, mesh):

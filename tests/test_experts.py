@@ -116,15 +116,14 @@ CASES = [
 ]
 
 
-NUM_FAST, NUM_SLOW = 4, 6
+NUM_FAST = 4
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES[:NUM_FAST],
-        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[NUM_FAST:NUM_SLOW]),
-        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[NUM_SLOW:]),
+        *CASES[1:NUM_FAST],
+        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[:1] + CASES[NUM_FAST:]),
     ],
     ids=str,
 )
@@ -284,7 +283,10 @@ def counts_of(name: str, params, batch) -> np.ndarray:
     "case",
     [
         Case("experts_bias", "fsdp=2,ep=2,tp=2", microbatches=2, zero=2, remat="full"),
-        Case("experts_bias", "pp=2,ep=2,cp=2", pipeline=PipelineConfig(num_virtual_stages=1)),
+        pytest.param(
+            Case("experts_bias", "pp=2,ep=2,cp=2", pipeline=PipelineConfig(num_virtual_stages=1)),
+            marks=pytest.mark.product,
+        ),
     ],
     ids=str,
 )
@@ -480,7 +482,10 @@ def test_grouped_product_equals_one_product_per_group(platform, sizes, monkeypat
 
 @pytest.mark.parametrize(
     "case",
-    [Case("experts", "ep=4"), Case("experts_batch", "fsdp=2,ep=2", microbatches=2)],
+    [
+        pytest.param(Case("experts", "ep=4"), marks=pytest.mark.product),
+        Case("experts_batch", "fsdp=2,ep=2", microbatches=2),
+    ],
     ids=str,
 )
 def test_compiled_exchanges_move_the_planned_bytes(case):

@@ -135,7 +135,10 @@ def updated(optimizer, mesh, zero=0):
 
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param(m, marks=[pytest.mark.product] * (m in ("fsdp=8", "tp=4"))) for m in MESHES],
+    [
+        pytest.param(m, marks=[pytest.mark.product] * (m in ("fsdp=8", "tp=4", "dp=8")))
+        for m in MESHES
+    ],
 )
 def test_codes_have_the_same_bits_on_every_mesh(mesh):
     expected, _ = updated("adamw", "1")

@@ -19,17 +19,17 @@ LOSS, GRADIENT = 1e-6, 1e-5
 
 FAST = [
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
-    pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.smoke),
+    pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.product),
     Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2"),
 ]
 SLOW = [
-    Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
-    Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True),
-    Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
 ]
 MORE = [
+    Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
+    Case(mesh="pp=2,dp=2,fsdp=2", zero=2, family="llama_tied", rows=16),
+    Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
     Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),

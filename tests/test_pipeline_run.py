@@ -59,7 +59,9 @@ def start(case: Case, layout, plan):
     "case",
     [
         pytest.param(Case(mesh="pp=4,tp=2", family="gpt2"), marks=pytest.mark.product),
-        Case(mesh="pp=2,dp=4", zero=2, family="llama_tied"),
+        pytest.param(
+            Case(mesh="pp=2,dp=4", zero=2, family="llama_tied"), marks=pytest.mark.product
+        ),
         Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2"),
     ],
     ids=str,
@@ -107,7 +109,7 @@ def test_checkpoint_of_interleaved_stages_resumes_without_stages_and_back(tmp_pa
 @pytest.mark.parametrize(
     ("shape", "virtual", "depths", "order"),
     [
-        ("pp=2", 4, "auto", [0, 2, 4, 6, 1, 3, 5, 7]),
+        pytest.param("pp=2", 4, "auto", [0, 2, 4, 6, 1, 3, 5, 7], marks=pytest.mark.product),
         ("pp=2,fsdp=2", 2, "1,3,3,1", [0, 8, 8, 4, 5, 6, 1, 2, 3, 7, 8, 8]),
         ("pp=3,tp=2", 1, "2,3,3", [0, 1, 8, 2, 3, 4, 5, 6, 7]),
     ],

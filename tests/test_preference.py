@@ -187,7 +187,7 @@ def alone(base):
     "mesh, kind",
     [
         ("fsdp=2,tp=2", "kto"),
-        pytest.param("pp=2,cp=2", "dpo", marks=pytest.mark.slow),
+        pytest.param("pp=2,cp=2", "dpo", marks=pytest.mark.product),
         *(
             pytest.param(mesh, kind, marks=pytest.mark.product)
             for mesh, kind in itertools.product([*MESHES][2:], ["dpo", "kto"])
@@ -455,7 +455,9 @@ def test_dpo_increases_the_margin_of_held_out_pairs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, mesh", [("ipo", "fsdp=8"), ("kto", "dp=4,tp=2")])
+@pytest.mark.parametrize(
+    "kind, mesh", [pytest.param("ipo", "fsdp=8", marks=pytest.mark.product), ("kto", "dp=4,tp=2")]
+)
 def test_precomputed_values_are_those_of_each_step(tmp_path, monkeypatch, kind, mesh):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     flags = "--lora.rank 4", f"--mesh {mesh}", "--train.steps 6", "--eval.interval-steps 3"

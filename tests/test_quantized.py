@@ -169,7 +169,7 @@ def config_of(path, mesh="dp=1", microbatches=0, **lora) -> RunConfig:
     )  # fmt: skip
 
 
-SLOW = pytest.param("fsdp=2,pp=2", "int8", {"microbatches": 2}, marks=pytest.mark.slow)
+SLOW = pytest.param("fsdp=2,pp=2", "int8", {"microbatches": 2}, marks=pytest.mark.product)
 CASES = [("fsdp=2,tp=2", "nf4", {}), SLOW]
 MORE_CASES = [
     (mesh, base_format, {"microbatches": 2} if "pp" in mesh else {})
@@ -242,7 +242,7 @@ def test_quantized_weights_count_once(base):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize(
     "family, variant",
-    [("llama2", "lora"), pytest.param("gpt2", "dora", marks=pytest.mark.slow)],
+    [("llama2", "lora"), pytest.param("gpt2", "dora", marks=pytest.mark.product)],
 )
 def test_twenty_steps_equal_peft_on_dequantized_weights(base, tmp_path, family, variant):
     config = config_of(base(family), variant=variant)

@@ -48,7 +48,7 @@ def two_groups(monkeypatch):
             Case("rotary", "pp=2,fsdp=2,tp=2", microbatches=2, remat="dots"),
             marks=pytest.mark.product,
         ),
-        pytest.param(Case("rotary", "pp=2,tp=2", microbatches=2), marks=pytest.mark.slow),
+        pytest.param(Case("rotary", "pp=2,tp=2", microbatches=2), marks=pytest.mark.product),
     ],
     ids=str,
 )

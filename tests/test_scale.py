@@ -32,8 +32,8 @@ from jaxdist.tools.doctor import processes
 sys.path.append(str(ROOT / "scripts" / "bench"))
 import scale_faults
 
-SIZES = 64, 512, 4096
-MANY_EXCHANGES = 64, 256, 1024
+SIZES = 64, 512, 2048
+MANY_EXCHANGES = 64, 256, 512
 """Sizes of jobs whose exchanges would take too long in a larger one."""
 PER_HOST = 8
 FILES_PER_PROCESS = 2

@@ -88,12 +88,12 @@ def train(config, steps=STEPS):
 
 MESHES = {
     "fsdp=2,tp=2": {},
-    "dp=2,cp=2": {"microbatches": 2},
     "pp=2,tp=2": {"microbatches": 4},
-    "cp=2,tp=2": {},
-    "ep=2,fsdp=2": {"labels": 3, "base": "sparse"},
 }
 MORE_MESHES = {
+    "dp=2,cp=2": {"microbatches": 2},
+    "cp=2,tp=2": {},
+    "ep=2,fsdp=2": {"labels": 3, "base": "sparse"},
     "dp=4": {"labels": 3, "microbatches": 2},
     "dp=8": {},
     "fsdp=4": {"lora": 4},

@@ -308,7 +308,10 @@ def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_pa
     checkpoints.close()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(m, marks=[pytest.mark.product] * (m in ("one", "fsdp2_tp2"))) for m in MESHES],
+)
 def test_a_frozen_copy_is_a_group_of_its_own(tmp_path, monkeypatch, mesh):
     """A bf16 reference is one entry of `GROUPS`, and a setting that adds it to a run."""
     group = ParameterGroup("reference_params", "model.reference", storage="bfloat16")
