@@ -262,7 +262,8 @@ class Job:
 
     def only_trained(self, weights: Iterable[Weight]) -> tuple[Weight, ...]:
         """Return the weights that training updates, which have a gradient."""
-        return tuple(weight for weight in weights if weight in self.trained)
+        names = {weight.name for weight in self.trained}
+        return tuple(weight for weight in weights if weight.name in names)
 
     def trained_share(self, weights: Sequence[Weight]) -> float:
         """Return the share of the elements of matrices whose gradient is computed."""
@@ -375,10 +376,13 @@ class Job:
 
         They include the padding of stages with fewer layers than others.
         """
-        size = weight.size
-        if weight.is_stacked:
-            size = size // weight.shape[0] * self.plan.layers.num_stored
-        return size // self._placed(weight.dims, role)[1]
+        key = weight.name, weight.shape, role
+        if key not in self._sizes:
+            size = weight.size
+            if weight.is_stacked:
+                size = size // weight.shape[0] * self.plan.layers.num_stored
+            self._sizes[key] = size // self._placed(weight.dims, role)[1]
+        return self._sizes[key]
 
     def total(self, weights: Iterable[Weight], role: Role) -> int:
         """Return the elements per device of several arrays with weights' shapes."""
@@ -419,14 +423,27 @@ class Job:
 
     @functools.cached_property
     def _placed(self) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
-        rules = tuple(sorted(self.layout.rules.items()))
-        return _placements(self.spec, self.config.mesh.zero, rules)
+        return _placements(self.spec, self.config.mesh.zero, self._rules)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[tuple[str, tuple[int, ...], Role], int]:
+        """Results of `size`, which jobs with the same layout share."""
+        return _sizes_of(self.spec, self.config.mesh.zero, self._rules, self.plan.layers.num_stored)
+
+    @property
+    def _rules(self) -> tuple[tuple[str, str | None], ...]:
+        return tuple(sorted(self.layout.rules.items()))
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
     """Return a copy of a run's settings with changes in one section."""
     changed: Any = dataclasses.replace(getattr(config, section), **changes)
     return dataclasses.replace(config, **{section: changed})
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_of(*_: Any) -> dict[tuple[str, tuple[int, ...], Role], int]:
+    return {}
 
 
 @functools.lru_cache(maxsize=4096)

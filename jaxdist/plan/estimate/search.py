@@ -7,6 +7,7 @@ context-parallel exchange. It never changes the global batch, the model or the o
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -259,19 +260,26 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
 
 
 def _least_memory(jobs: list[Job], limit: float) -> tuple[Job, MemoryEstimate] | None:
-    """Return the first job that fits, by rising microbatch counts, else that of least memory."""
-    least: tuple[Job, MemoryEstimate] | None = None
-    while jobs:
-        tried, *jobs = jobs
-        memory = estimate_memory(tried)
-        # Two or more microbatches accumulate gradients, so more may need more memory.
-        if least is None or memory.total_bytes < least[1].total_bytes:
-            least = tried, memory
-        if memory.total_bytes <= limit:
-            break  # more microbatches are slower
-        if memory.state_bytes > limit:  # no count fits; the last one may need least
-            jobs = jobs[-1:]
-    return least
+    """Return the first job that fits, by rising microbatch counts, else that of least memory.
+
+    More microbatches are slower. They need less memory from the second count on; two may need more
+    than one, because gradients are accumulated.
+    """
+    if not jobs:
+        return None
+    estimates: dict[int, MemoryEstimate] = {}
+
+    def fits(index: int) -> bool:
+        estimates[index] = estimate_memory(jobs[index])
+        return estimates[index].total_bytes <= limit
+
+    last = len(jobs) - 1
+    if not fits(0) and last and fits(last):
+        bisect.bisect_left(range(1, last), True, key=fits)
+        chosen = min(i for i, memory in estimates.items() if memory.total_bytes <= limit)
+    else:
+        chosen = min(estimates, key=lambda i: estimates[i].total_bytes)
+    return jobs[chosen], estimates[chosen]
 
 
 def _variants(job: Job) -> Iterator[Job]:
