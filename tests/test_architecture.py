@@ -321,8 +321,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_480,
-    "package code lines": 46_320,
+    "package lines": 65_490,
+    "package code lines": 46_325,
     "test lines": 48_385,
     "two-way folder pairs": 0,
     "settings of a run": 155,

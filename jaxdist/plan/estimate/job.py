@@ -376,13 +376,15 @@ class Job:
 
         They include the padding of stages with fewer layers than others.
         """
-        key = weight.name, weight.shape, role
-        if key not in self._sizes:
+        num_stored = self.plan.layers.num_stored
+        placed, sizes = self._placed
+        key = weight.name, weight.shape, role, num_stored
+        if key not in sizes:
             size = weight.size
             if weight.is_stacked:
-                size = size // weight.shape[0] * self.plan.layers.num_stored
-            self._sizes[key] = size // self._placed(weight.dims, role)[1]
-        return self._sizes[key]
+                size = size // weight.shape[0] * num_stored
+            sizes[key] = size // placed(weight.dims, role)[1]
+        return sizes[key]
 
     def total(self, weights: Iterable[Weight], role: Role) -> int:
         """Return the elements per device of several arrays with weights' shapes."""
@@ -419,20 +421,12 @@ class Job:
 
     def axes(self, weight: Weight, role: Role) -> tuple[str, ...]:
         """Return the mesh axes that split an array with a weight's shape, in mesh order."""
-        return self._placed(weight.dims, role)[0]
+        return self._placed[0](weight.dims, role)[0]
 
     @functools.cached_property
-    def _placed(self) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
-        return _placements(self.spec, self.config.mesh.zero, self._rules)
-
-    @functools.cached_property
-    def _sizes(self) -> dict[tuple[str, tuple[int, ...], Role], int]:
-        """Results of `size`, which jobs with the same layout share."""
-        return _sizes_of(self.spec, self.config.mesh.zero, self._rules, self.plan.layers.num_stored)
-
-    @property
-    def _rules(self) -> tuple[tuple[str, str | None], ...]:
-        return tuple(sorted(self.layout.rules.items()))
+    def _placed(self) -> tuple[Callable[[Dims, Role], tuple[tuple[str, ...], int]], dict[Any, int]]:
+        rules = tuple(sorted(self.layout.rules.items()))
+        return _placements(self.spec, self.config.mesh.zero, rules)
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
@@ -442,15 +436,13 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def _sizes_of(*_: Any) -> dict[tuple[str, tuple[int, ...], Role], int]:
-    return {}
-
-
-@functools.lru_cache(maxsize=4096)
 def _placements(
     spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
-) -> Callable[[Dims, Role], tuple[tuple[str, ...], int]]:
-    """Return (dims, role) -> mesh axes that split such an array, and the number of shards."""
+) -> tuple[Callable[[Dims, Role], tuple[tuple[str, ...], int]], dict[Any, int]]:
+    """Return (dims, role) -> mesh axes that split such an array, and the number of shards.
+
+    The second result stores the sizes of weights that jobs with these placements have computed.
+    """
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
         "param": layout.param_specs,
@@ -469,7 +461,7 @@ def _placements(
         axes = tuple(axis for axis in spec.sizes if axis in splits)
         return axes, math.prod(spec[axis] for axis in axes)
 
-    return placed
+    return placed, {}
 
 
 def _abstract_mesh(spec: MeshSpec) -> Any:

@@ -244,14 +244,12 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
             # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
             counts = [n for n in counts if n >= 4 * variant.spec[PIPELINE]] or counts[-1:]
         jobs = [variant.changed("train", num_microbatches=count) for count in counts]
-        if best is not None and jobs and variant.spec[PIPELINE] == 1:
+        if best is not None and variant.spec[PIPELINE] == 1:
             # More microbatches are slower still: the memory of a slower one does not matter.
             fastest = _weighted_time(jobs[0], estimate_time(jobs[0]))
             if _rank(best) <= (False, *fastest):
                 continue
         least = _least_memory(jobs, limit)
-        if least is None:
-            continue
         if least[1].total_bytes <= limit:
             best = min(filter(None, (best, Candidate.of(*least))), key=_rank)
         elif smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
@@ -259,14 +257,12 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
     return best or (Candidate.of(*smallest) if smallest else None), number
 
 
-def _least_memory(jobs: list[Job], limit: float) -> tuple[Job, MemoryEstimate] | None:
+def _least_memory(jobs: list[Job], limit: float) -> tuple[Job, MemoryEstimate]:
     """Return the first job that fits, by rising microbatch counts, else that of least memory.
 
     More microbatches are slower. They need less memory from the second count on; two may need more
     than one, because gradients are accumulated.
     """
-    if not jobs:
-        return None
     estimates: dict[int, MemoryEstimate] = {}
 
     def fits(index: int) -> bool:
