@@ -39,7 +39,7 @@ class EvaluateConfig:
         "`eval`)",
     )
     task_folder: str = setting("", "folder with task files of your own")
-    num_fewshot: int = setting(-1, "examples before each question; -1 = as the task says", ge=-1)
+    num_fewshot: int = setting(-1, "few-shot examples per question; -1 = the task's", ge=-1)
     limit: int = setting(0, "questions of each task; 0 = all", ge=0)
     global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(

@@ -55,7 +55,7 @@ def test_records_are_buffered_while_the_disk_is_full_and_none_is_lost(full, capl
     assert read_records(path) == [train_record(step) for step in range(1, 9)]
     stopped, resumed = caplog.messages
     assert missing(stopped, path, os.strerror(errno.ENOSPC)) == []
-    assert missing(resumed, path, "written again") == []
+    assert missing(resumed, path, "writable again") == []
 
 
 def test_partial_line_is_completed_and_not_repeated(tmp_path, monkeypatch):

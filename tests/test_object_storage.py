@@ -139,7 +139,7 @@ def test_refused_records_are_reported_once_and_none_is_lost(
     writer.close()
     stopped, resumed = caplog.messages
     assert missing(stopped, folder, "bucket") == []
-    assert missing(resumed, folder, "written again") == []
+    assert missing(resumed, folder, "writable again") == []
     assert [record["step"] for record in read_records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
 

@@ -172,7 +172,7 @@ class Checkpointer:
                 self._lock = None
 
     def pop_events(self) -> list[Event]:
-        """Return the events since the last call, for metrics; equal on every process.
+        """Return the events since the last call, for metrics; the same on every process.
 
         `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
         in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
@@ -270,7 +270,7 @@ class Checkpointer:
     ) -> Any:
         """Load parameters only: for evaluation, generation, warm starts and fine-tuning.
 
-        Raises as `restore` does, and `ConfigError` if "ema" is requested and missing.
+        Raises the errors of `restore`, and `ConfigError` if "ema" is requested and missing.
 
         Args:
             target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `reinit` are
@@ -304,7 +304,7 @@ class Checkpointer:
         return self._reader.document(step)["meta"]
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:
-        """Return which weights `restore_params` loads, "ema" or "raw"; raises as it does."""
+        """Return which weights `restore_params` loads, "ema" or "raw"; raises its errors."""
         item = pytree.weights_item(weights, self._arrays(step))
         return {group.item: name for name, group in GROUPS.items()}[item].replace("model", "raw")
 
@@ -408,7 +408,7 @@ def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> N
     try:
         _round_trip(directory, config, group)
     except Exception as failure:
-        # Raise at once: the others may hang in Orbax, and this process's exit ends them.
+        # Raise immediately: the others may hang in Orbax, and this process's exit ends them.
         raise CheckpointError(
             f"the test save before training to {parent} failed: {one_line(failure)}. "
             f"Fix that, or choose another --run-dir."

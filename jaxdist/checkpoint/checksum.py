@@ -1,4 +1,4 @@
-"""Compute a 32-bit checksum of an array's bits, equal on every mesh.
+"""Compute a 32-bit checksum of an array's bits, the same on every mesh.
 
 Each element's bits are hashed with its position in the global array, and the hashes are summed
 modulo 2³². The hash is a bijection: one damaged element always changes the sum; several cancel with
@@ -25,7 +25,7 @@ from jaxdist.core.types import Array
 
 
 def checksums(arrays: Sequence[Array]) -> list[int]:
-    """Return the checksum, below 2³², of each global array [...], equal on every process.
+    """Return the checksum, below 2³², of each global array [...], the same on every process.
 
     It takes one pass over device memory. PRNG keys are converted to their key data.
     """
@@ -33,7 +33,7 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
 
 
 def digest_of(tree: Any) -> str:
-    """Return a digest of names and values of a tree of arrays [...], equal on every mesh."""
+    """Return a digest of names and values of a tree of arrays [...], the same on every mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     sums = checksums([leaf for _, leaf in leaves])

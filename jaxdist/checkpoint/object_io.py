@@ -152,7 +152,7 @@ class ObjectArray:
         return cls(location, (location / _ZARRAY).json())
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """Return a part [...] in the stored dtype; `index` has slices of leading dims."""
+        """Return the part [...] at `index` (slices of leading dims), in the stored dtype."""
         index = slices_of(index, self.shape)
         out = np.empty([s.stop - s.start for s in index], self.dtype)
         for part in self.parts(index):

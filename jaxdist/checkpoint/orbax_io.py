@@ -209,7 +209,7 @@ def _report_failures_once() -> None:
     """Keep a failed write from filling stderr; `OrbaxWriter.wait` raises its error.
 
     Orbax ends at the first failed write and closes the event loop under the other writes, each of
-    which then prints a traceback. Three of its threads log the error with theirs.
+    which then prints a traceback. Three of its threads also log the error with a traceback.
     """
     from orbax.checkpoint._src import asyncio_utils
 

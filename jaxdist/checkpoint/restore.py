@@ -30,7 +30,7 @@ _SMALL_BYTES = 1 << 20  # "quick" also reads files up to this size: metadata has
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verify and load checkpoints; mark corrupt ones at once, or with `is_held` at `commit`."""
+    """Verify and load checkpoints; mark corrupt ones immediately, or with `is_held` at `commit`."""
 
     directory: Location
     config: CheckpointConfig
@@ -83,7 +83,7 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Return why a checkpoint must not be loaded, or ""; equal on every process."""
+        """Return why a checkpoint must not be loaded, or ""; `full` also checks large files."""
         if step in self._corrupt:
             return self._corrupt[step]
         level = "full" if full else self.config.verify
@@ -193,7 +193,7 @@ class Reader:
             if not self.is_held:
                 self.commit()
         self.events.event("checkpoint_skipped", step=step, reason=reason)
-        self.events.log(f"checkpoint {step} skipped: {reason}")
+        self.events.log(f"checkpoint {step} cannot be loaded: {reason}")
 
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]

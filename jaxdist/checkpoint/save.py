@@ -347,7 +347,7 @@ class Saver:
         try:
             manifest.delete_partial(self._directory)
         except OSError as error:
-            self._events.log(f"files of a failed save were not deleted: {one_line(error)}")
+            self._events.log(f"files of a failed save could not be deleted: {one_line(error)}")
 
     def _retain(self) -> None:
         if self._directory.is_local:

@@ -76,9 +76,9 @@ class RunConfig:
     init_from: str = setting(
         "",
         "initial weights of a new run: the path or URL of a run directory, a checkpoint in it or a "
-        "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub (its config.json, its "
-        "tokenizer.json and optim.peak_lr=2e-5, or 2e-4 with adapters, are then the defaults); "
-        "empty = random",
+        "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub; empty = random. "
+        "A Hugging Face model also sets the defaults of the model, data.tokenizer and "
+        "optim.peak_lr (2e-5; 2e-4 with adapters)",
     )
     reinit_params: list[str] = setting(
         [],
@@ -88,9 +88,9 @@ class RunConfig:
     override: list[Literal["memory", "audit", "data", "operations"]] = setting(
         [],
         "checks whose failure does not stop the start. memory = the estimate of GPU memory; audit "
-        "= the mesh audit, so that wrong sums between devices are not detected; data = the check "
-        "that a resumed run has the data of its checkpoint: other data begin at the first sample; "
-        "operations = the comparison of a GPU's elementary operations with numpy",
+        "= the mesh audit, without which wrong sums over devices go undetected; data = that "
+        "a resumed run's data are its checkpoint's (other data then start at their first sample); "
+        "operations = the comparison of a GPU's basic operations with numpy",
     )
     debug: bool = setting(
         False,

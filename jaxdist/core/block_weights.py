@@ -12,8 +12,8 @@ References:
     Dettmers et al. 2023, "QLoRA", sections 3 and appendix E (NF4, double quantization); Dettmers et
     al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1 (the 8-bit codes).
     bitsandbytes 0.50 on CPUs: codes, scales of scales and nested codes are equal bit for bit. The
-    mean of the scales is a sum by halves, equal on every mesh; PyTorch adds in another order, which
-    may differ in the last bit.
+    mean of the scales is a sum by halves, the same on every mesh; PyTorch's order of additions may
+    give another last bit.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class BlockWeight(CompositeWeight):
         return values.reshape(*shape[:dim], -1, *self.inner, *shape[dim + 1 :]).astype(dtype)
 
     def _scales(self, dim: int) -> Array:
-        """Return the scale of each block, float32 [layers?, blocks, *outputs]; `dim` is blocks."""
+        """Return a scale per block along `dim`, float32 [layers?, blocks, *outputs]."""
         absmax = self.scales["absmax"]
         if self.format == "int8":
             return absmax

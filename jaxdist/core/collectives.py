@@ -1,9 +1,9 @@
 """Collectives over a mesh axis, for use inside `jax.shard_map`.
 
-Each function takes the mesh axis (or axes, slow to fast). Its docstring gives the bytes on the wire
-for a group of n devices and an array of B bytes per device. Arrays are local, keep their dtype, and
-have any shape. All functions are differentiable unless stated otherwise. `vary` declares that a
-value may differ between devices of an axis ("varying" in JAX); a reduction ends this.
+Each function takes the mesh axis (or axes, slow to fast). Its docstring gives the bytes that a
+device sends, if the group has n devices with an array of B bytes each. Arrays are local, keep their
+dtype, and have any shape. Functions are differentiable unless stated otherwise. `vary` declares
+that a value may differ between devices of an axis ("varying" in JAX); a reduction ends this.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
 def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
     """Return the sum (or "max", "min", "mean") of x over the group, on every device.
 
-    Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
+    Sends 2·B·(n−1)/n bytes. "max" and "min" are not differentiable.
     """
     reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "mean": lax.pmean}
     if op not in reductions:
@@ -97,14 +97,14 @@ def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
 
 
 def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Concatenate the arrays in group order: [..., d, ...] -> [..., n·d, ...]. Wire: B·(n−1)."""
+    """Concatenate the arrays in group order: [..., d, ...] -> [..., n·d, ...]. Sends B·(n−1)."""
     return lax.all_gather(x, _names(axes), axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     """Sum over the group; keep this device's part of `dim`: [..., d, ...] -> [..., d/n, ...].
 
-    Wire: B·(n−1)/n per device.
+    Sends B·(n−1)/n bytes.
     """
     size = group_size(axes)
     if x.shape[dim] % size:
@@ -115,13 +115,13 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def broadcast(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Return the root's array on every device. Wire: as `all_reduce`."""
+    """Return the root's array on every device. Sends as much as `all_reduce`."""
     _check_root(root, axes)
     return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
 
 
 def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Return the sum over the group on the root, and zeros elsewhere. Wire: as `all_reduce`."""
+    """Return the sum over the group on the root, else zeros. Sends as much as `all_reduce`."""
     _check_root(root, axes)
     total = lax.psum(x, _names(axes))
     return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
@@ -130,7 +130,7 @@ def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
 def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
     """Send each device its part of the root's array: [..., d, ...] -> [..., d/n, ...].
 
-    Wire: B·(n−1)/n per device.
+    Sends B·(n−1)/n bytes.
     """
     _check_root(root, axes)
     from_root = jnp.where(group_index(axes) == root, x, jnp.zeros_like(x))
@@ -140,7 +140,7 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send part i of `split_dim` to device i, and concatenate received parts along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. The exchange is
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Sends B·(n−1)/n bytes. The exchange is
     among `group` neighbors of the axis; 0 = all devices.
     """
     groups = _neighbors(axes, group) if group and isinstance(axes, str) else None
@@ -150,7 +150,7 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
 
 
 def permute(x: Same, axis: str, shift: int = 1) -> Same:
-    """Send x to the device `shift` positions later on the ring. Wire: B per device."""
+    """Send x to the device `shift` positions later on the ring. Sends B bytes."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -159,7 +159,7 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
     """Permute by exchanges between pairs, for code that only some devices run.
 
     A permute waits for every device of the mesh; an exchange waits only for its pair. The ring must
-    have even length. A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
+    have even length. A negative shift sends back. Sends B bytes on a ring of two, else 2·B.
     """
     size, stride = lax.axis_size(axis), abs(shift)
     length = size // stride
@@ -182,7 +182,7 @@ def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
 
 
 def barrier(x: Same, axes: Axes) -> Same:
-    """Return x once every device of the group has computed its x. Wire: 4 bytes."""
+    """Return x once every device of the group has computed its x. Sends 4 bytes."""
     # XLA removes a constant or unused operand, so use a number that depends on x and delays x.
     first = jnp.ravel(x)[0]
     arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))

@@ -71,7 +71,7 @@ def count(chosen: Array, num_experts: int) -> Int[Array, " experts"]:
 
 
 def order_by_expert(chosen: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """Return the indices of assignments sorted by expert, in their order for each expert."""
+    """Return the indices of token-to-expert assignments in a stable order by expert."""
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     # JAX gives the result of argsort the type of an array that is equal on all devices.
     return collectives.vary(order, tuple(collectives.varying_axes(chosen)))

@@ -41,8 +41,8 @@ class ForwardPass:
     """The forward pass of a model; the defaults are for one device.
 
     Attributes:
-        gather: params -> params with complete leaves outside the stacked layers, in the compute
-            dtype.
+        gather: params -> params whose leaves outside the stacked layers are gathered, in the
+            compute dtype.
         run_layers: (block, layers, x, aux, context, first=0) -> (x, Sums of all layers).
         max_row_chunks: maximum number of row chunks that pass the layers concurrently, so that
             collectives of one overlap with products of another.
@@ -69,7 +69,7 @@ class ForwardPass:
         return add_sums(self.head(params, x, batch, context), sums)
 
     def head(self, params: Params, x: Array | None, batch: Batch, context: Context) -> Sums:
-        """Return the sums of head and objective from x [batch, seq_shard, d_model]."""
+        """Return loss and metrics (`Sums`) of x [batch, seq_shard, d_model] after the layers."""
         output, sums = self.model.head(params, x, batch, context)
         return add_sums(self.model.objective(output, batch, context), sums)
 

@@ -112,7 +112,7 @@ def make_token_loss(
         *,
         by_row: bool = False,
     ) -> Sums:
-        """Return the sums of `token_cross_entropy`; targets and weights are [batch, seq]."""
+        """Return the `Sums` of `token_cross_entropy`; targets and weights are [batch, seq]."""
         vocabulary = Vocabulary(
             head.vocab_size, axis, chunk, head.softcap, weight_gradient, regularizers, by_row
         )

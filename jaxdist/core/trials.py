@@ -1,9 +1,9 @@
-"""Trials of a GPU in a child process, whose failure cannot end the run; verdicts are cached.
+"""Trials of a GPU in a child process, whose failure cannot end the run; results are cached.
 
-They try cuDNN's attention kernels (`attention/kernel_check.py`), elementary operations, and
-offloaded activations.
+They try cuDNN's attention kernels (`attention/kernel_check.py`), basic operations, and offloaded
+activations.
 A kernel with an illegal access destroys the CUDA context of its process, so a run tries each one in
-a child process first. The verdict is kept next to the compiled programs. Its key has the request,
+a child process first. The result is cached next to the compiled programs. Its key has the request,
 the GPU, the driver, and the versions of jax, its plugin and cuDNN.
 """
 
@@ -42,7 +42,7 @@ Result = dict[str, Any]
 
 
 def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
-    """Compare cuDNN's kernel with its reference in a child process, or return the cached verdict.
+    """Compare cuDNN's kernel with its reference in a child process, or return the cached result.
 
     If the child lacks memory next to this process, this process compares.
     """
@@ -93,7 +93,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
             partial.write_text(json.dumps({"key": key, "result": result}))
             partial.replace(path)
         except OSError as error:
-            log.warning("the verdict about %s is not kept: %s", name, error)
+            log.warning("the result of the check of %s could not be cached: %s", name, error)
     return result
 
 
@@ -136,7 +136,7 @@ def _child_environ(device: jax.Device) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions that a verdict depends on."""
+    """Return the versions on which a result depends."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -43,7 +43,7 @@ TEACHER_TOKENS, TEACHER_LOGPS = "teacher_tokens", "teacher_logps"
 their log-probabilities, float32 [batch, seq, outcomes + 1], the last of any other token."""
 
 Sums: TypeAlias = dict[str, Array]
-"""Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
+"""Loss terms and metrics as sums: name -> float32 [], over the rows of a microbatch on a device.
 
 The objective returns `loss` (nats) and `weight` (number of tokens or rows), and may add others
 (`correct`). Head and blocks may return any sums, or {}. Each name is summed exactly once over

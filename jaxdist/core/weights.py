@@ -3,7 +3,7 @@
 `Model.axes` has a record at each leaf: plain `Dims` (a trained float32 array) or a `Parameter`. A
 `CompositeWeight` is stored in several arrays, each with its own record.
 
-    storage     on disk, in memory, on the wire   gathered as               update
+    storage     on disk, in memory, as sent       gathered as               update
     float32     4 bytes                           compute dtype             any
     bfloat16    2 bytes                           compute dtype             none
     int8, uint8 1 byte                            int8, uint8               none
@@ -199,8 +199,8 @@ def with_weights(
 def gradient_barrier(tree: Any) -> Any:
     """Return a tree of arrays unchanged, but delay its gradients until all of them are computed.
 
-    Otherwise XLA:GPU postpones weight gradients to overlap them with the last permutes of the
-    backward ring. Their inputs stay alive until then, e.g. two arrays of the MLP's hidden width.
+    Otherwise XLA:GPU postpones weight gradients to overlap them with the last collective-permutes
+    of ring attention's backward pass. Until then their inputs stay alive: two MLP-wide arrays.
     """
     return tree
 

@@ -19,7 +19,7 @@ Entries: TypeAlias = tuple[tuple[int, int, int], ...]
 """(length, count, first) of pieces: row i of a run has the pieces from first + i·count on."""
 
 _BLOCK = 1 << 19
-"""Documents that are read at once."""
+"""Number of documents that are read together."""
 
 _GROUP = 1 << 12
 """Documents between two entries of the index of full rows; divides `_BLOCK`."""
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
     entries: list[Entries]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """Return length, first piece of that length, and number of pieces of a row."""
+        """Return (length, first piece of that length, count) for each piece length in a row."""
         run = int(np.searchsorted(self.starts, row, side="right")) - 1
         index = row - int(self.starts[run])
         return [(length, first + index * n, n) for length, n, first in self.entries[run]]
@@ -42,7 +42,7 @@ def best_fit_runs(counts: np.ndarray, seq_len: int) -> Runs:
     """Place pieces into rows of `seq_len`, longest first, each into the fullest row that fits.
 
     `counts` are the pieces of each length below `seq_len`, int64 [seq_len]. Many pieces of one
-    length are placed at once: a row takes as many of them as fit.
+    length are placed together: a row takes as many of them as fit.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -97,9 +97,9 @@ def _from_row(entries: Entries, row: int) -> Entries:
 class BestFitPlan:
     """Pieces of each row for the documents of tokens [start, stop) of a corpus.
 
-    Documents longer than a row are cut into full rows and a rest, or left out with `drop_long`.
-    Pieces of theirs without a token in the loss are dropped. Opening a plan reads document ends
-    once.
+    Documents longer than a row are cut into full rows and a remainder, or left out with
+    `drop_long`. Pieces of cut documents without a token in the loss are dropped. Opening a plan
+    reads document ends once.
     """
 
     corpus: Corpus
@@ -123,7 +123,7 @@ class BestFitPlan:
             at = int(self._buckets[length]) + first
             for document in self._by_length[at : at + count].tolist():
                 end = min(int(self.corpus.document_ends[document]), self.stop)
-                pieces.append((end - 1 - length, length))  # a rest is the end of its document
+                pieces.append((end - 1 - length, length))  # a remainder is the end of its document
         return pieces
 
     def _full_start(self, number: int) -> int:
@@ -147,7 +147,7 @@ class BestFitPlan:
         return int(first), int(last) + (self.stop > self.start)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield first token, full rows and length of the rest of documents, int64 [block] each."""
+        """Yield first token, full rows and remainder length of documents, int64 [block] each."""
         begin, end = self._documents
         for at in range(first, min(last, end), _BLOCK):
             ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(
@@ -164,7 +164,7 @@ class BestFitPlan:
 
     @functools.cached_property
     def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of full rows, and documents whose rest, have no token in the loss; int64 [n]."""
+        """Full rows, and documents whose remainder, without a token in the loss; int64 [n]."""
         full_rows: list[int] = []
         rests: list[int] = []
         document, number = self._documents[0], 0
@@ -185,7 +185,7 @@ class BestFitPlan:
         return np.array(full_rows, np.int64), np.array(rests, np.int64)
 
     def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield a document's number, full rows and lengths of rests from it on, int64 [block]."""
+        """Yield first document, full rows and remainder lengths of a block, int64 [block]."""
         document = self._documents[0]
         for _, full, rest in self._cuts(*self._documents):
             dropped = self._dropped[1] - document
@@ -195,7 +195,7 @@ class BestFitPlan:
 
     @functools.cached_property
     def _counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rests of each length, int64 [seq_len], and full rows before each group of documents."""
+        """Remainders by length, int64 [seq_len], and full rows before each group of documents."""
         counts, groups = np.zeros(self.seq_len, np.int64), [np.zeros(1, np.int64)]
         for _, full, rest in self._rests():
             counts += np.bincount(rest, minlength=self.seq_len)
@@ -214,13 +214,13 @@ class BestFitPlan:
 
     @functools.cached_property
     def _buckets(self) -> np.ndarray:
-        """First rest of each length in `_by_length`, int64 [seq_len]."""
+        """First remainder of each length in `_by_length`, int64 [seq_len]."""
         counts = self._counted[0]
         return np.cumsum(counts) - counts
 
     @functools.cached_property
     def _by_length(self) -> np.ndarray:
-        """Documents with a rest, by its length, then by number: uint32 or int64 [documents]."""
+        """Documents with a remainder, by its length, then number: uint32 or int64 [documents]."""
         counts = self._counted[0]
         documents = np.empty(int(counts.sum()), np.min_scalar_type(max(self._documents)))
         following = self._buckets.copy()

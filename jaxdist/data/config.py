@@ -74,8 +74,8 @@ class DataConfig:
         "rules of tokenization and packing. 3: best_fit places documents by their lengths alone, "
         "so that millions take less than a second; 2: it places them one by one, in another order; "
         "1: as 2, and texts do not begin with the tokens of the tokenizer's post-processor, nor do "
-        "pieces such as prompt and completion decode to the complete text. Runs keep theirs (1 if "
-        "they have none), and so do token folders without a text_format",
+        "pieces such as prompt and completion decode to the complete text. A resumed run "
+        "keeps its value (1 if it has none), and so does a token folder without text_format",
         ge=1,
         le=PACKING_FORMAT,
     )

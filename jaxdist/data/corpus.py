@@ -228,7 +228,7 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
     with only_one(root / f"{key}.lock"):  # one process per host tokenizes
         if not (folder / "corpus.json").exists():
             log.info(
-                "tokenizing %s: %d files, %s, tokenizer %s, kept in %s",
+                "tokenizing %s: %d files, %s, tokenizer %s, cached in %s",
                 source, len(files), in_bytes(total_bytes(files)), encoder.tokenizer.name, folder,
             )  # fmt: skip
             write_corpus(files, folder, encoder, sources=[source])

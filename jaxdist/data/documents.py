@@ -17,7 +17,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
 PIECE_BYTES = 4 << 20
-"""Longest piece of text that is tokenized at once; cut at line ends that are token boundaries."""
+"""Longest text in one call of the tokenizer; cut at line ends that are token boundaries."""
 
 LINE_BYTES = 64 << 20
 """Longest line of JSON."""

@@ -41,7 +41,7 @@ PART_BYTES = 64 << 20
 """Parquet files are divided into parts of about this size."""
 
 _NUM_THREADS = 4
-"""Shards that are downloaded at once; one of them is tokenized, on all cores."""
+"""Shards that are downloaded concurrently; one of them is tokenized, on all cores."""
 
 Split: TypeAlias = Callable[[Corpus, float], tuple[Part, Part | None]]
 """(tokens of a shard, fraction to hold out) -> training and held-out rows."""

@@ -69,7 +69,7 @@ class Ledger:
         self.links = (*self.links[-NUM_LINKS:], link)
 
     def _rows(self, link: Link) -> np.ndarray:
-        """Return the rows of a batch, int64 [batch], computed for many batches at once."""
+        """Return the rows of a batch, int64 [batch], computed for many batches in one call."""
         assert self._order is not None
         at = link.first_sample - self._cached_from
         if at < 0 or at + link.num_samples > len(self._cached_rows):

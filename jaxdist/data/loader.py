@@ -251,7 +251,7 @@ def resume_position(
     if not same_data and isinstance(dataset, Dataset) and "parts" in state["dataset"]:
         same_data = dataset.continues(state["dataset"], int(state["next_sample"]))
         if same_data and not changes:
-            log.info("new mixture of data, from sample %d or later on", state["next_sample"])
+            log.info("new data mixture, at the earliest from sample %d", state["next_sample"])
     if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
     # Keep the skipped samples unless the data changed; they apply even if the seed changed.

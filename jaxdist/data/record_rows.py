@@ -66,7 +66,7 @@ class RecordRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of documents."""
+        """Number of documents, one in each row."""
         return len(self.documents)
 
     @property

@@ -47,11 +47,11 @@ class AdaptedWeight(CompositeWeight, abc.ABC):
 
     @abc.abstractmethod
     def merged(self) -> Array:
-        """Return the complete weight, float32 [*dims of the base]."""
+        """Return the base weight with the adapters merged in, float32 [*dims of the base]."""
 
     @abc.abstractmethod
     def with_start(self) -> AdaptedWeight:
-        """Return the weight with the values of new trained arrays that depend on the base."""
+        """Return the weight with initial values of trained arrays that depend on the base."""
 
 
 @jax.tree_util.register_dataclass
@@ -157,7 +157,7 @@ class LoraWeight(AdaptedWeight):
         return total
 
     def with_start(self) -> LoraWeight:
-        """Return the weight with the scales of new DoRA adapters: the norms of the base."""
+        """Return the weight with DoRA's magnitudes set to the column norms of the base."""
         base, adapters = self.base.astype(jnp.float32), {}
         for part in self.parts:
             own = self.adapters[part.module]
@@ -178,7 +178,7 @@ def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
 
     @functools.wraps(block)
     def run(params: Any, x: Array, aux: dict[str, Any], context: Context) -> Any:
-        """Return x [batch, seq_shard, d_model] and the sums of the block."""
+        """Return x [batch, seq_shard, d_model] and the block's loss terms and metrics (`Sums`)."""
         key = context.dropout_key
         if key is None:
             return block(params, x, aux, context)

@@ -121,7 +121,7 @@ class LoraConfig:
         return units
 
     def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
+        """Return error messages for invalid settings and combinations in this section."""
         if not self.rank:
             changed = [f.name for f in dataclasses.fields(self) if _is_changed(self, f)]
             return [

@@ -96,7 +96,7 @@ class _ModelDefaults:
         return self
 
     def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
+        """Return error messages for invalid settings and combinations in this section."""
         return []
 
     def run_problems(self, *_: Any, **facts: Any) -> list[str]:
@@ -336,7 +336,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         return errors
 
     def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
+        """Return error messages for invalid settings and combinations in this section."""
         problems = []
         if not self.head_dim and self.d_model % self.num_heads:
             problems.append(
@@ -484,7 +484,7 @@ class ResnetConfig(_ImageDefaults):
         return (self.depth - 2) // 6
 
     def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
+        """Return error messages for invalid settings and combinations in this section."""
         problems = []
         if self.depth % 6 != 2:
             problems.append(
@@ -498,14 +498,14 @@ class ResnetConfig(_ImageDefaults):
 class CustomConfig(_ModelDefaults):
     """A user's model: a function that returns a `jaxdist.core.types.Model`."""
 
-    kind: Literal["custom"] = setting("custom", "custom = your own model")
+    kind: Literal["custom"] = setting("custom", "custom = the model that model.factory returns")
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")
     args: dict[str, Any] = setting({}, "keyword arguments for the factory")
 
     is_user_model: ClassVar[bool] = True
 
     def problems(self) -> list[str]:
-        """Return the errors between settings of this section."""
+        """Return error messages for invalid settings and combinations in this section."""
         module, _, function = self.factory.partition(":")
         if not module or not function.isidentifier():
             return [

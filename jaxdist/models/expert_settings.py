@@ -109,7 +109,7 @@ class ExpertSettings:
     def expert_problems(
         self, bias: Sequence[str], num_layers: int, full_attention_every: int
     ) -> list[str]:
-        """Return the errors between settings of experts."""
+        """Return error messages for invalid MoE settings and combinations of them."""
         dense, width = self.first_dense_layers, self.dense_mlp_dim
         if dense and not self.num_experts:
             return [f"model.first_dense_layers={dense} without model.num_experts. Set it."]

@@ -107,7 +107,7 @@ class BatchNorm(nnx.Module):
 
     Training uses statistics of the global (micro)batch: one all-reduce of [2, size] float32 in the
     forward pass and one in the backward pass. As in PyTorch, the unbiased variance is averaged. A
-    head with such layers adds `batch_statistics(module, context)` to its sums.
+    head with such layers adds `batch_statistics(module, context)` to its `Sums`.
     """
 
     def __init__(self, size: int, dim: str | None, eps: float = 1e-5):

@@ -26,7 +26,7 @@ def classification(
 def real_rows(batch: Batch, context: Context) -> Array:
     """Return 1 for rows with a token of weight above 0, else 0: float32 [batch].
 
-    The result is equal on devices that share rows.
+    Devices that split the positions of rows return the same result.
     """
     return (context.sum(jnp.sum(batch["weights"], axis=1), "seq") > 0).astype(jnp.float32)
 
@@ -42,6 +42,6 @@ class TextClassification:
     def __call__(
         self, output: Float[Array, "batch labels"], batch: Batch, context: Context
     ) -> Sums:
-        """Return the sums of `classification`; each row counts once."""
+        """Return the loss and metrics of `classification` (`Sums`); each row counts once."""
         rows = {**batch, "weights": real_rows(batch, context)}
         return classification(output, rows, context, self.regularizers)

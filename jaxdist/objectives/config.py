@@ -31,9 +31,9 @@ class ObjectiveConfig:
     ] = setting(
         "cross_entropy",
         "cross_entropy = of the next token, or of the class of an image or text; dpo, ipo, orpo, "
-        "simpo and reward (a model of rewards, with model.num_labels=1) learn from "
-        "data.records=preference, kto from data.records=labeled, distill from the predictions of "
-        "another model, by the divergence from it or to it (_reverse) (docs/fine-tuning.md)",
+        "simpo, and reward (a reward model, model.num_labels=1) need data.records=preference; kto "
+        "needs data.records=labeled; distill and distill_reverse = forward and reverse KL "
+        "divergence from the predictions of objective.teacher (docs/fine-tuning.md)",
     )
     beta: float = setting(
         0.0,

@@ -23,8 +23,8 @@ class Distillation:
     """Objective of distillation; see the module docstring.
 
     Both distributions have temperature 1 / `beta`. The divergence is multiplied by its square, so
-    that gradients have the same scale at any temperature. It is that from the teacher to the
-    student, or with `is_reverse` from the student to the teacher.
+    that gradients have the same scale at any temperature. It is KL(teacher || student), or
+    with `is_reverse` KL(student || teacher).
     """
 
     is_reverse: bool = False

@@ -132,7 +132,7 @@ class Preference:
         return -means[::2] - self.beta * jax.nn.log_sigmoid(difference(log_odds))
 
     def _kto(self, logps: Array, tokens: Array, batch: Batch) -> Sums:
-        """Return the sums of KTO; `logps` and `tokens` are float32 [batch]."""
+        """Return loss and metrics of KTO; `logps` and `tokens` (counts) are float32 [batch]."""
         ratios, baseline = logps - batch[REFERENCE], batch[BASELINE]
         sign = jnp.where(batch["labels"] > 0, 1.0, -1.0)
         # 1 - σ(x) = σ(-x)

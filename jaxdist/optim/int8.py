@@ -2,7 +2,7 @@
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. Codes equal those of the CPU
 AdamW8bit of bitsandbytes 0.50. Blocks follow the row-major order of the parameter, of each layer
-if layers are stacked. They depend on no sharding, so codes are equal on every mesh.
+if layers are stacked. They depend on no sharding, so codes are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def in_8_bits(
 
     `moments` has the names of fields in the rule's state.
 
-    Wire: none if each device's part of the dims of a block is a multiple of `BLOCK` values;
-    otherwise XLA gathers these dims.
+    There is no communication if each device's part of the dims of a block is a multiple of `BLOCK`
+    values; otherwise XLA gathers these dims.
     """
     dims_of = dict(jax.tree_util.tree_leaves_with_path(axes))
 

@@ -52,7 +52,7 @@ def scale_by_muon(
     `shardings` of gradients and momentum may be None (one device). A leaf is float32 [*stacked,
     *rows, *columns] in any order of dims.
 
-    Wire, per leaf of B bytes over n shards: 2·B/n·(n−1)/n per device, in float32, plus padding to
+    For a leaf of B bytes over n shards, each device sends 2·B/n·(n−1)/n in float32, plus padding to
     a multiple of n matrices.
     """
 

@@ -36,7 +36,7 @@ class PlanConfig(RunConfig):
         "an error lists the valid keys",
     )
     tokens: float = setting(
-        0.0, "tokens (or images) of the complete run, e.g. 1e12; 0 = by train.steps", ge=0
+        0.0, "tokens (or images) of the complete run, e.g. 1e12; 0 = those of train.steps", ge=0
     )
     deadline: str = setting(
         "",
@@ -44,8 +44,8 @@ class PlanConfig(RunConfig):
         "empty = no deadline",
     )
     budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
-    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
-    spot_price: float = setting(-1.0, "USD per GPU-hour on spot; -1 = list price", ge=-1)
+    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = the GPU catalog's", ge=-1)
+    spot_price: float = setting(-1.0, "like price, of spot instances", ge=-1)
     preemptions_per_day: float = setting(2.0, "spot preemptions per day of the job", ge=0)
     failures_per_day: float = setting(
         -1.0,
@@ -78,12 +78,12 @@ class PlanConfig(RunConfig):
     top: int = setting(6, "largest number of meshes to show", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
     show_schedule: bool = setting(
-        False, "draw the pipeline schedules for --stages and --microbatches, and stop"
+        False, "print diagrams of all pipeline schedules (--stages, --microbatches), and stop"
     )
-    stages: int = setting(4, "stages to draw", ge=1)
-    microbatches: int = setting(8, "microbatches to draw", ge=1)
+    stages: int = setting(4, "pipeline stages in the diagrams of --show-schedule", ge=1)
+    microbatches: int = setting(8, "microbatches in the diagrams of --show-schedule", ge=1)
     virtual_stages: int = setting(
-        2, "virtual stages to draw on each stage, in schedules that have them", ge=1
+        2, "virtual stages of each stage in the diagrams, for schedules that have them", ge=1
     )
 
     REMOVED: ClassVar[Mapping[str, Removed]] = {

@@ -129,7 +129,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle:
         log.warning(
-            "deep audit not run (%s): a mean or max instead of a sum is not detected. "
+            "deep audit not run (%s): a mean or max instead of a sum would go undetected. "
             "Run python -m jaxdist.audit --deep with the settings of this run.",
             obstacle,
         )

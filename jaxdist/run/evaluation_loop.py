@@ -121,12 +121,12 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int):
-        """Start without evaluations."""
+        """Start with no evaluations recorded."""
         self._patience, self._lowest, self._num_worse = patience, math.inf, 0
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last `patience` evaluations have not lowered the loss."""
+        """Return whether the last `patience` evaluations did not improve on the lowest loss."""
         return 0 < self._patience <= self._num_worse
 
     def update(self, metrics: Mapping[str, float]) -> None:

@@ -137,7 +137,7 @@ class RecordWriter:
             self._is_failing = True
         else:
             if self._is_failing:
-                logger.info("%s is written again, no record is missing", self._path)
+                logger.info("%s is writable again; no record was lost", self._path)
             self._is_failing = False
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ def _lines_backward(file: Location) -> Iterator[bytes]:
 
 
 def current(records: list[Record]) -> list[Record]:
-    """Return the history that led to the newest state: steps that were repeated count once.
+    """Return the records without steps that a resume discarded: repeated steps count once.
 
     After a `start` or `rollback` event at step s the run continued from checkpoint s. Earlier train
     and eval records and skipped steps beyond s are lost work and are dropped. Other events stay.

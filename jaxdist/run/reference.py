@@ -110,7 +110,7 @@ def _computed(parts: Parts, params: Params, dataset: Dataset, names: list[str]) 
     size = parts.config.train.global_batch_size
     batches = eval_batches(dataset, global_batch_size=size, sharding=parts.step.batch_sharding)
     results = []
-    log.info("computing the reference's log-probabilities of %d rows ...", dataset.num_rows)
+    log.info("computing the reference model's log-probabilities of %d rows ...", dataset.num_rows)
     with Progress("reference", -(-dataset.num_rows // size), "batches") as progress:
         for batch in batches:
             results.append(np.asarray(jax.device_get(compute(params, batch)), np.float32))

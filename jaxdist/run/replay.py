@@ -2,7 +2,7 @@
 
 | verdict | replays | check |
 |---|---|---|
-| data | bad each time, good with the next batch instead | the rows of the batch |
+| data | bad each time, good if the next batch replaces it | the rows of the batch |
 | deterministic | bad each time, also with the next batch | learning rate, precision, the code |
 | transient | good, or different each time | the devices, their memory and links |
 
@@ -39,7 +39,7 @@ _FIELDS = ("kind", "event", "step", "first_sample", "data_ledger", "weight", "lo
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
-    """Replay the step that `config.replay` names and log the verdict; returns the exit code."""
+    """Replay the step that `config.replay` names; log the kind of fault; return the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
@@ -61,7 +61,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     for values in again:
         log.info("replayed: %s%s", _text(values), " (the same bits)" * same(values))
     if following is not None:
-        log.info("with the next batch instead: %s", _text(following))
+        log.info("replayed with the next batch instead: %s", _text(following))
     log.info("verdict: %s", verdict(is_bad, again, following))
     return 0
 
@@ -71,7 +71,7 @@ def verdict(
     again: Sequence[dict[str, float]],
     following: dict[str, float] | None,
 ) -> str:
-    """Return the verdict, as one line.
+    """Return the kind of fault and its evidence, in one line.
 
     `is_bad` returns whether a result is as bad as the recorded one. For a step without an anomaly
     it returns whether both are equal. `following` is a replay with the next batch; None for a step

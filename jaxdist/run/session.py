@@ -245,7 +245,7 @@ class Session:
             )
 
     def due_actions(self) -> StepActions:
-        """Return the actions before the next step, equal on every process; call once per step."""
+        """Return the same actions before the next step on every process; call once per step."""
         config, step = self.config, self.step
         if step == config.train.steps:
             return StepActions(last=True)  # `finish` evaluates and saves

@@ -191,7 +191,7 @@ class Parts:
 
     @property
     def tokens_per_unit(self) -> int:
-        """Positions per unit; examples of an objective count those of padding too."""
+        """Positions per item that `unit` counts (token, image, example), including padding."""
         if self.unit == self.model.unit:
             return 1
         return self.config.train.seq_len * rows_per_example(self.model.objective)
@@ -259,7 +259,7 @@ class Parts:
         for name in set(stored) - set(copies):
             log.info("%s of checkpoint %d is dropped (no %s)", name, step, GROUPS[name].setting)
         for name in [name for name in copies if name not in stored]:
-            log.info("checkpoint %d has no %s: it starts from the weights", step, name)
+            log.info("checkpoint %d has no %s: initializing it from the weights", step, name)
             shardings = jax.tree.map(lambda x: x.sharding, target.copies[name])
             start = functools.partial(GROUPS[name].start, axes=self.model.axes)
             copies[name] = jax.jit(start, out_shardings=shardings)(state.params)

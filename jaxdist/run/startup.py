@@ -363,7 +363,7 @@ def _precision(parts: Parts) -> str:
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Return positions in documents, int32 [num_rows, seq_len]; None unless packed and cp > 1."""
+    """Return positions in documents, int32 [num_rows, seq_len], if rows are packed and cp > 1."""
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     if data.streams:

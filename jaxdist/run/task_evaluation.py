@@ -287,7 +287,7 @@ class _RunModel:
         return answers
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
-        """Return the continuations of a batch of contexts with the same options."""
+        """Return the continuations of a batch of prompts with the same options."""
         from lm_eval.models import utils
 
         kwargs = utils.normalize_gen_kwargs(options, 256)

@@ -24,4 +24,4 @@ class TextSettings:
     )
     seed: int = setting(0, "seed of the sampling")
     stop_at_end: bool = setting(True, "stop at end-of-text and end-of-answer tokens")
-    show_special: bool = setting(False, "also print special tokens, e.g. the end of an answer")
+    show_special: bool = setting(False, "also print special tokens, e.g. the end-of-turn token")

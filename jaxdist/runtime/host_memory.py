@@ -107,7 +107,7 @@ _SPARE_FILES = 192  # for unidentified connections, logs, checkpoints, libraries
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of this process to its hard limits; child processes inherit them."""
+    """Raise the soft resource limits (ulimit) of this process; child processes inherit them."""
     for limit in _RAISED:
         soft, hard = resource.getrlimit(limit)
         goal = hard

@@ -52,7 +52,7 @@ class RendezvousError(RuntimeError):
 
 
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
-    """Wait until all processes have checked in; return host:port for jax's service.
+    """Wait until all processes have checked in; return host:port for jax's coordination service.
 
     The port is then free. Raises `RendezvousError` if the port is taken or processes are missing,
     and `ConfigError` if process 0's limit of open files is below the number of processes.
@@ -264,7 +264,7 @@ def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: flo
 
 
 def _wait_for_service(host: str, port: int, plan: JoinPlan, until: float) -> None:
-    """Wait until jax's service listens; otherwise jax would abort without a Python error."""
+    """Wait until jax's coordination service listens, else jax aborts without a Python error."""
     begin = time.monotonic()
     while True:
         try:

@@ -46,7 +46,7 @@ class Preemption:
         self.requested = False
         self.on_abort: Callable[[], None] = lambda: None
         self._noticed = False
-        self._calls = 0  # calls of the stop service, equal in all processes
+        self._calls = 0  # calls of the stop service, the same in all processes
         self._shared = False  # requests are forwarded to other processes
         self._agreed = False
         self._at_once = False
@@ -83,7 +83,7 @@ class Preemption:
         self._remember(0, None)
 
     def preempted(self) -> bool:
-        """Return whether the job stops after this step; equal in every process.
+        """Return whether the job stops after this step; the same in every process.
 
         All processes must call it equally often. After a signal they agree on a call number, one
         more than the most calls in any process. From that call on all return True. Step numbers
@@ -146,7 +146,7 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-_SAVING = "\nCtrl-C: saving after this step; a second one ends at once, unsaved"
+_SAVING = "\nCtrl-C: saving after this step; a second one ends immediately, unsaved"
 
 
 def _answer_interrupts(preemption: Preemption) -> None:

@@ -55,8 +55,8 @@ def _poll(cloud: str, on_notice: Callable[[], None], ended: threading.Event) -> 
         except (OSError, ValueError, KeyError) as error:
             if not failed:
                 log.warning(
-                    "the metadata service of %s gives no answer (%s): until it does, no notice "
-                    "stops this run. Elsewhere, leave resilience.spot_notices empty",
+                    "the metadata service of %s does not respond (%s): until it does, spot notices "
+                    "are missed. On other machines, leave resilience.spot_notices empty",
                     cloud,
                     error,
                 )

@@ -125,7 +125,7 @@ class LocalTier:
         try:
             self._group.decide(lambda: lineage.write(self._directory, current))
         except Exception as error:  # the next save fails for the same reason and is counted
-            self._events.log(f"no local saves yet: {one_line(error)}")
+            self._events.log(f"local saves cannot begin: {one_line(error)}")
             return
         self._lineage, self._has_begun = current, True
         self._store.forget(current)
@@ -237,7 +237,7 @@ class LocalTier:
             try:
                 self._fetch(save, peer)
             except (OSError, CheckpointError) as error:  # the next save retries it
-                self._events.log(f"a copy of local save {save.step} is missing: {one_line(error)}")
+                self._events.log(f"cannot copy a peer's local save {save.step}: {one_line(error)}")
 
     @contextlib.contextmanager
     def _capture_error(self, outcome: Outcome) -> Iterator[None]:

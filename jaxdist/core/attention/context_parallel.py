@@ -222,7 +222,7 @@ class _Group(NamedTuple):
     size: int
 
     def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
-        """Exchange positions for heads: -> [batch, size · seq_shard, heads / size, ...]."""
+        """Shard heads, not positions (all-to-all): [batch, size · seq_shard, heads / size, ...]."""
         if self.size == 1:
             return query, key, value
         times = max(1, self.size // key.shape[2])

@@ -64,7 +64,7 @@ def largest_of(
 ) -> Float32[Array, "*rest"]:
     """Return the largest magnitude over `dims` (None = all) of an array sharded over `axes`.
 
-    Inf if any part has a NaN: collectives may drop a NaN from a maximum. Wire: 4 bytes.
+    Inf if any part has a NaN: collectives may drop a NaN from a maximum. Sends 4 bytes.
     """
     largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
     largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
@@ -257,8 +257,8 @@ def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: 
     `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients are
     computed for `shards` and ignore the rounding.
 
-    Wire, per rounded leaf of n elements over k shards: n·(k−1)/k bytes forward, n·(k−1)/k
-    elements of `reduce_dtype` backward.
+    For a rounded leaf of n elements over k shards, each device sends n·(k−1)/k bytes in forward and
+    n·(k−1)/k elements of `reduce_dtype` in backward.
     """
 
     def leaf(spec: P, w: Any, near: Any, dtype: Any) -> Any:

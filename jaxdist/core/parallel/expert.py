@@ -65,8 +65,8 @@ class _Inputs(NamedTuple):
 def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
     """Make `Context.experts` for devices that have `experts / ep` experts each, [batch, seq, ...].
 
-    The arguments are those of `experts.make_experts`. Wire: about `FACTOR` times
-    experts_per_token times x, twice per pass, and a few integers.
+    The arguments are those of `experts.make_experts`. A device sends `FACTOR` ·
+    experts_per_token times the bytes of x, twice per pass, and a few integers.
     """
 
     def exchanged(

@@ -48,8 +48,8 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
     `specs` contain only the axes to gather over (`Layout.gather_specs`); `dtypes` are computed by
     `weights.gathered_dtypes`. Backward sums gradients over these axes in `reduce_dtype`.
 
-    Wire, per complete leaf of B bytes over n shards: B·(n−1)/n each way. Forward uses the stored
-    dtype or that of `dtypes`, whichever is smaller; backward uses `reduce_dtype`.
+    For a leaf of B bytes (all n shards), each device sends B·(n−1)/n in forward, in the smaller of
+    the stored dtype and that of `dtypes`, and again in backward, in `reduce_dtype`.
     """
     return jax.tree.map(
         lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype),

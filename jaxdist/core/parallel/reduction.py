@@ -57,7 +57,7 @@ def reduce_gradients(
 
 
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
-    """Return the sum of squares of reduced gradients, float32 [], equal on every device."""
+    """Return the sum of squares of reduced gradients, float32 [], the same on every device."""
     by_axes: dict[tuple[str, ...], Array] = {}
     for spec, grad in zip(
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),

@@ -66,7 +66,7 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Sum the sums of several layers, float32 [layers] each, over the layers.
+    """Add up the `Sums` of several layers, float32 [layers] each.
 
     Those that vary over the tensor axis are also summed over it.
     """

@@ -110,7 +110,7 @@ def _make_step_sums(
 
     @functools.wraps(block)
     def summing(*arguments: Any) -> tuple[Array, Sums]:
-        """Return (x [batch, seq_shard, d_model], the sums of the step)."""
+        """Return (x [batch, seq_shard, d_model], the sums named in `Model.step_sums`)."""
         y, sums = block(*arguments)
         return y, {name: sums[name] for name in model.step_sums}
 
@@ -181,7 +181,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
-    """Add up sums, float32 [] each, over replicas and stages; results are equal on all devices."""
+    """Add up sums, float32 [] each, over replicas and stages; all devices get the results."""
     axes = layout.loss_axes
     for name, value in sums.items():
         source = f"the sum {name!r} leaves {definition_of(model)}"
@@ -231,12 +231,12 @@ def make_evaluate(
     else:
 
         def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
-            """Return the sums of this device's rows, float32 [] each."""
+            """Return loss and metrics (`Sums`) of this device's rows, float32 [] each."""
             microbatch = lambda micro: forward.loss(params, micro, context)
             return _accumulate(microbatch, batch, num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array | None = None) -> Sums:
-        """Return the sums of this device's batch [rows, ...]."""
+        """Return loss and metrics (`Sums`) of this device's batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         used = dataclasses.replace(context, dropout_key=key)
         sums = evaluate(params, batch, used)

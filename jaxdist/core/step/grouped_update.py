@@ -95,10 +95,10 @@ class Store(Protocol):
     """Moments of each group between two steps, as global arrays on the host."""
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return the moments [rows, ...] of a group after `step` steps; raises for another step."""
+        """Return the optimizer moments [rows, ...] of a group; raise if not those after `step`."""
 
     def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
-        """Replace the moments [rows, ...] of a group by those after `step` steps."""
+        """Replace the optimizer moments [rows, ...] of a group by those after `step` steps."""
 
 
 class Decision(NamedTuple):
@@ -254,7 +254,7 @@ class GroupedTrain:
         self._store.write(group, step, jax.device_get(moments))
 
     def _lower_groups(self) -> list[Any]:
-        """Lower the program of each kind of group for abstract arguments."""
+        """Lower the update of the groups, once for groups that differ only in their first row."""
         groups = self._groups
         scalars = [m for m, param in zip(groups.moments, groups.of, strict=True) if param < 0]
         everywhere = groups.state.step.sharding
@@ -270,7 +270,7 @@ class GroupedTrain:
         return lowered
 
     def _program(self, group: ParamGroup) -> Any:
-        """Make the update of one kind of group; its range of rows starts at an argument.
+        """Make the update of groups that differ only in their first row, which is an argument.
 
         It runs the update rule on trees of the structure of the model in which parameters outside
         of the group have no elements.

@@ -98,9 +98,9 @@ def make_run_layers(
 def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tuple[Array, Sums]]:
     """Make the function of one layer, including the all-gather of its weights.
 
-    If the stage has gathered all weights before, they are only cast. With `plan.matmul_dtype` and
-    pipeline stages, all layers except the first and the last use this format. Returns (block,
-    one layer's shards, x [batch, seq_shard, d_model], model index, aux, context) -> (x, Sums).
+    If the stage has already gathered all its weights, they are only cast. With `plan.matmul_dtype`
+    and pipeline stages, layers except the first and the last use that dtype. Returns (block, one
+    layer's shards, x [batch, seq_shard, d_model], layer index, aux, context) -> (x, Sums).
     """
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     has_stages = layout.size(PIPELINE) > 1
@@ -112,7 +112,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
-        """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
+        """Run one layer; return (x [batch, seq_shard, d_model], Sums); index is int32 []."""
         weights = fsdp.gather(shards, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
@@ -143,7 +143,7 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
         def scaled(
             block: Any, both: Any, x: Array, index: Array, aux: Any, context: Context
         ) -> Any:
-            """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
+            """Run one layer; return (x [batch, seq_shard, d_model], Sums); index is int32 []."""
             return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
 
         return _QuantizedLayer(lambda layers: (), scaled)
@@ -163,7 +163,7 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
-        """Return (x [batch, seq_shard, d_model], Sums) after one layer; index is int32 []."""
+        """Run one layer; return (x [batch, seq_shard, d_model], Sums); index is int32 []."""
         weights = fp8.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 

@@ -106,7 +106,7 @@ def _is_users(file: str) -> bool:
 
 
 def definition_of(model: Model) -> str:
-    """Return the names of a model's head and objective, with their source lines."""
+    """Return the names of a model's head and objective, with their ` at file:line`."""
     return f"Model.head{definition(model.head)} or the objective{definition(model.objective)}"
 
 

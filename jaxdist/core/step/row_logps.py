@@ -28,7 +28,7 @@ ROW_SUMS = ("row_loss", "row_weight")
 def row_logps(output: TokenHead, batch: Batch, context: Context) -> Array:
     """Return the summed log-probability of each row's learned targets, float32 [batch].
 
-    The result is equal on devices that share rows.
+    Devices that split the positions of rows return the same result.
     """
     logps = context.token_logps(output, batch["targets"]).logps
     return context.sum(jnp.sum(jnp.where(batch["weights"] > 0, logps, 0.0), axis=1), "seq")
@@ -44,8 +44,8 @@ def make_row_values(
     """Make (params, batch, adapters=True) -> name -> values of each row, float32 [rows, ...].
 
     `values_of` maps (output of the head, this device's rows, context) to name -> float32
-    [batch, ...], equal on devices that share rows. Rows are those of the global batch. With
-    `adapters=False`, the frozen weights compute them. There is no dropout.
+    [batch, ...], the same on devices that split the positions of rows. Rows are those of the global
+    batch. With `adapters=False`, the frozen weights compute them. There is no dropout.
     """
 
     def compute(params: Params, batch: Batch, *, adapters: bool = True) -> dict[str, Array]:
@@ -73,7 +73,7 @@ def with_row_losses(objective: Objective, num_rows: int) -> Objective:
     """
 
     def with_rows(output: TokenHead, batch: Batch, context: Context) -> Sums:
-        """Return the sums of the objective, and values of each row, float32 [num_rows]."""
+        """Return the objective's `Sums`, and values of each row, float32 [num_rows]."""
         own: dict[str, Array] = {}
 
         def token_loss(*arguments: Any) -> Sums:

@@ -126,7 +126,7 @@ def make_step(
     sums_of = make_evaluate(model, layout, plan, context)
 
     def evaluate(params: Params, batch: Batch) -> Sums:
-        """Return the sums of a global batch [rows, ...], float32 [] each."""
+        """Return loss and metrics (`Sums`) of a global batch [rows, ...], float32 [] each."""
         return sums_of(params, prepare(params, batch))
 
     begin = _make_begin(

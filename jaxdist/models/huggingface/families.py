@@ -302,7 +302,7 @@ _NUM_EXPERTS = {
 
 
 def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return the settings of experts; newer Qwen3-MoE files name their number as Mixtral does."""
+    """Return the MoE settings; newer Qwen3-MoE files have Mixtral's key `num_local_experts`."""
     count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
     shared: dict[str, Any] = {}
     is_normed = family == "mixtral" or hf["norm_topk_prob"]

@@ -72,7 +72,7 @@ class Audit:
         return not self.violations
 
     def line(self) -> str:
-        """Return the verdict in one line."""
+        """Return the result in one line."""
         over = ", ".join(self.axes) or "one device"
         count = sum(transfer.num_sites for transfer in self.transfers)
         if not self.is_clean:
@@ -84,7 +84,7 @@ class Audit:
 
 
 def text_of(audit: Audit) -> str:
-    """Return a table of transfers, then the violations, then the verdict."""
+    """Return a table of transfers, then the violations, then the result."""
     lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
     if any(transfer.at_most for transfer in audit.transfers):
         lines += ["", "≤: upper bound; some are in branches that a stage takes only in some ticks."]

@@ -335,5 +335,5 @@ def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
         yield Remark(
             "attention",
             "attention is not cuDNN's fused kernel: its scores pass through memory, block by block "
-            "in rows of 1,024 tokens and more, else all at once.",
+            "in rows of 1,024 tokens and more, else all in one piece.",
         )

@@ -57,7 +57,7 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of stored parameter groups and moments, over all devices."""
+    """Return the bytes of a checkpoint: weights, averages and optimizer moments of all devices."""
     memory = estimate_memory(job)
     saved = job.trained if job.config.lora.rank else job.weights
     params = sum(weight.num_bytes * weight.size for weight in saved)

@@ -49,7 +49,7 @@ class Engine:
 
     Attributes:
         products_dtype: dtype of matrix products, if it differs from the compute dtype ("float8").
-        stacks_layers: residuals of layers are copied into stacked arrays, as a scan does.
+        stacks_layers: residuals of layers are copied into stacked arrays, as by a scan.
         fuses_recomputation: backward kernels recompute everything except matrix products.
     """
 
@@ -277,7 +277,7 @@ class Job:
 
     @property
     def everything_kept(self) -> Trace:
-        """Costs of the model's functions without recomputation."""
+        """Costs of the model's functions without recomputation (remat)."""
         return trace(self.model, self.seq_len, str(self.dtype), "none")
 
     @property

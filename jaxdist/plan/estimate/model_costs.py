@@ -376,7 +376,7 @@ class DecoderCosts(ModelCosts):
         return 1 if exchange is None or exchange.inner == 1 else 2
 
     def kept_outside(self) -> float:
-        """Return 0, because `head_parts` includes the residuals of the head."""
+        """Return 0, because `head_parts` already counts the activations that the head saves."""
         return 0.0
 
     def saved_by_fp8(self) -> float:

@@ -42,7 +42,7 @@ TOLERANCE = 0.05
 class RematChoice:
     """The policy that "auto" resolves to, and the estimated cost of each policy.
 
-    `limit_bytes` is rounded to GiB, equal on all hosts. `rejected` policies did not fit once
+    `limit_bytes` is rounded to GiB, so that all hosts agree. `rejected` policies did not fit once
     compiled.
     """
 

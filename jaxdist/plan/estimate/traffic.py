@@ -27,10 +27,10 @@ class Flow:
     """Collectives of one kind and purpose, over the same axes.
 
     Attributes:
-        bytes: per step, of the complete arrays of one group, over all executions.
-        times: executions per step.
+        bytes: size of the complete (gathered or reduced) arrays of one group, summed over a step.
+        times: number of executions per step.
         wire_bytes: bytes that one device sends per step (ring algorithm).
-        seconds: per step at full link rates without other traffic, including latency.
+        seconds: time per step at full link rates without other traffic, including latency.
     """
 
     kind: Kind

@@ -209,7 +209,7 @@ class Watchdog:
         return self._abort_file.version() not in (0, self._old_abort)
 
     def _request_abort(self, line: str) -> bool:
-        """Write `abort.json` with the reason; False if another process has done so."""
+        """Write `abort.json` with the reason; return False if another process already has."""
         # Each abort has its own lock file, which only one process can create.
         try:
             if not (self._folder / f".abort-after-{self._old_abort}").create():

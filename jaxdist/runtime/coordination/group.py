@@ -181,7 +181,7 @@ def decide(topic: str, decision: Callable[[], Any]) -> Any:
 def decide_from(
     topic: str, value: Any, decision: Callable[[list[Any]], Any], timeout_s: float = _WAIT_S
 ) -> Any:
-    """Call `Group.decide_from` on the job's group for `topic`, as `decide` does."""
+    """Return `decision(values of all processes)`, made on process 0, on every process."""
     if not service.is_joined():
         return decision([value])
     group = _group(topic)
@@ -190,7 +190,7 @@ def decide_from(
 
 
 def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """Call `Group.collect` on the job's group for `topic`, as `decide` does."""
+    """Return the values of all processes on process 0; see `Group.collect`."""
     if not service.is_joined():
         return [value]
     group = _group(topic)
@@ -199,7 +199,7 @@ def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
 
 
 def scatter(topic: str, decision: Callable[[], Sequence[Any]]) -> Any:
-    """Call `Group.scatter` on the job's group for `topic`, as `decide` does."""
+    """Return this process's item of `decision()`, which runs on process 0."""
     return _group(topic).scatter(decision) if service.is_joined() else decision()[0]
 
 

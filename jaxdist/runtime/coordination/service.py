@@ -83,7 +83,7 @@ def own_address() -> str:
 
 
 def has_stop_service() -> bool:
-    """Return whether jax's service handles SIGTERM for all processes; False before joining."""
+    """Return whether jax's coordination service handles SIGTERM; False before joining."""
     distributed = sys.modules.get(_MODULE)
     return distributed is not None and distributed.global_state.preemption_sync_manager is not None
 

@@ -348,7 +348,7 @@ class ObjectLocation(Location):
             self._repeat(lambda: obstore.delete(self._bucket, self._key))
 
     def delete_tree(self) -> None:
-        """Delete all objects below, and the object of this name."""
+        """Delete all objects under this prefix, and the object of this name."""
         import obstore
 
         while paths := [meta["path"] for meta in self._below()]:

@@ -1,7 +1,7 @@
 """Append to files on an object store, where objects cannot grow.
 
 A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part every few
-seconds, and starts another part at `PART_BYTES`. Process exit and `flush_appended` write at once.
+seconds, and starts another part at `PART_BYTES`. `flush_appended` and exit do not wait.
 """
 
 from __future__ import annotations

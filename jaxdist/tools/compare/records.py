@@ -100,7 +100,7 @@ def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Re
 
 
 def steps_of(run: RunDirectory) -> Iterator[Record]:
-    """Yield the train record of each step that led to the newest state, in order."""
+    """Yield the train records of a run in step order, without steps that a resume discarded."""
     records = stream_records(run.metrics)
     return (r for r, is_current in records if is_current and r["kind"] == "train")
 

@@ -134,7 +134,7 @@ def rerun(
             done.append((a, b))
             if difference := first_difference(a, b):
                 return difference, done
-            log.info("step %d: %d digests are equal", step, len(a.digests))
+            log.info("step %d: all %d digests of the two runs are equal", step, len(a.digests))
     return None, done
 
 

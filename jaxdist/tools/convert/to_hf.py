@@ -138,8 +138,8 @@ def _rows(
 ) -> Iterator[np.ndarray]:
     """Yield a Hugging Face tensor in slabs [rows, ...], to avoid a complete second copy.
 
-    If both sides store rows in the same order, slabs are read one by one. If dims are transposed,
-    the tensor is read at once, because every slab would touch every chunk on disk.
+    If both formats store dims in the same order, slabs are read one by one. If dims are transposed,
+    the complete tensor is read first, because every slab would touch every chunk on disk.
     """
     same = source.order == tuple(range(len(source.order)))
     step = max(1, _SLAB_BYTES * source.view[0] // max(1, math.prod(source.view) * dtype.itemsize))

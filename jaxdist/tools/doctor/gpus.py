@@ -37,7 +37,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def examine_gpus() -> tuple[list[Finding], int]:
-    """Return the findings about this host's GPUs, and their number."""
+    """Return the findings about this host's GPUs, and the number of GPUs."""
     rows = read_query(nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
     if not rows:
         return [], 0

@@ -100,7 +100,7 @@ class ForkServer:
         self._codes: dict[int, int] = {}
 
     def is_ready(self) -> bool:
-        """Return whether the imports are done, so that a start forks at once."""
+        """Return whether the imports are done, so that a start can fork without waiting."""
         self._read(0.0)
         return self._ready and not self._gone
 

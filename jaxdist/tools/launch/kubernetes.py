@@ -59,7 +59,7 @@ _FORMS = {
 class KubernetesConfig:
     """Resources of the job and the training command."""
 
-    image: str = setting("", "container image with jaxdist in it", required=True)
+    image: str = setting("", "container image in which jaxdist is installed", required=True)
     name: str = setting("jaxdist", "name of the JobSet")
     namespace: str = setting("", "namespace; empty = kubectl's")
     nodes: int = setting(1, "nodes; each runs one pod with one process", ge=1)
@@ -88,7 +88,7 @@ class KubernetesConfig:
     secret_env: tuple[str, ...] = setting(
         (), "NAME=SECRET:KEY, an environment variable that Kubernetes reads from a secret"
     )
-    pull_secret: str = setting("", "secret for pulling the image")
+    pull_secret: str = setting("", "name of the Kubernetes secret for pulling the image")
     user_id: int = setting(1000, "user and group id of the pods; root is rejected", ge=1)
     stop_timeout_s: int = setting(
         300,
@@ -351,7 +351,7 @@ spec:
         podFailurePolicy:
           rules:
           # Bad settings ({{ runtime.EXIT_CONFIG }}), silent data corruption ({{ runtime.EXIT_SDC
-            }}), NaN ({{ runtime.EXIT_DIVERGED }}), ended by hand ({{ runtime.EXIT_INTERRUPTED }}).
+            }}), NaN ({{ runtime.EXIT_DIVERGED }}), Ctrl-C ({{ runtime.EXIT_INTERRUPTED }}).
           - action: FailJob
             onExitCodes:
               containerName: train

@@ -46,7 +46,7 @@ class LaunchConfig:
     )
     max_restarts: int | None = setting(
         None,
-        "restarts without a new checkpoint; none = 3, or 0 for commands that write no checkpoints",
+        "most restarts without a new checkpoint; default 3, or 0 if the command saves none",
         ge=0,
     )
     backoff_s: float = setting(
@@ -78,7 +78,7 @@ class LaunchConfig:
     preload: bool = setting(
         True,
         "keep one process with jax imported, which a restart of jaxdist.train forks to skip the "
-        "imports; uses about 200 MB of host memory from 20 s after the start",
+        "imports; it starts 20 s after the launch and uses about 200 MB of host memory",
     )
     arguments: list[str] = setting([], "arguments of the program")
 

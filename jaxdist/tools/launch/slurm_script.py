@@ -377,7 +377,7 @@ echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${n
     "checkpoint ${newest:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
-    {{ final_codes }}) exit "$job_code" ;; # bad settings, corruption, NaN, ended by hand
+    {{ final_codes }}) exit "$job_code" ;; # bad settings, corruption, NaN, Ctrl-C
     75) rm -f "$state/crashes" ;;  # saved: continue
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)

@@ -54,7 +54,7 @@ class Worker:
     """One process in its own session; its output goes to a log file and to the console.
 
     `ended_at` is the time of the end (`time.monotonic`); 0 while it runs. `quiet`: log file only.
-    `service_lines` is the message of jax's service if it ended this process because of another.
+    `service_lines`: message of jax's coordination service if it ended this process after another.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Worker:
         return OomKills(now.count - self._oom_kills.count, now.own)
 
     def _lost_peers(self) -> str:
-        """Return the processes, with hosts, that jax's service lost before it ended this one."""
+        """Return the processes, with hosts, that jax's coordination service reported as lost."""
         lost_ids = set()
         for line in self.service_lines[1:]:  # a list of numbers, or of /job:.../task:<number>
             numbers = re.findall(r"/task:(\d+)", line) or (
@@ -472,9 +472,9 @@ def _is_failure(code: int | None) -> bool:
 def _cause_order(worker: Worker, one_host: bool) -> tuple[int, float]:
     """Return a sort key: causes before consequences, then by time.
 
-    A process that ended because of another one reports a broken connection, was aborted by jax's
-    service, or followed a broadcast. If all failures are such consequences, the cause is the
-    process that hung until it was killed, unless the cause may be on another host.
+    A process that ended because of another one has a broken connection, was aborted by jax's
+    coordination service, or stopped after the other broadcast its failure. If all failures are such
+    consequences, the cause is the hung process that was killed, unless other hosts are involved.
     """
     record = worker.error_record()
     if worker.killed:

@@ -30,7 +30,7 @@ class ReportedRun:
     """A run and its outcome; unknown values are None.
 
     `config` is dotted setting -> value, from the newest checkpoint or config.toml. `train` and
-    `evals` are the records that led to the newest state; long runs are thinned, see `MAX_RECORDS`.
+    `evals` lack steps that a resume discarded; long runs are thinned, see `MAX_RECORDS`.
     `restarts` are steps at which the run was restarted. `outcome` is table row -> value.
     """
 

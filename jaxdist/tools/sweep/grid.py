@@ -152,7 +152,7 @@ def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
         elif name in _SWEEP_SETTINGS:
             problems.append(f"grid={text!r}: the sweep sets {name}. Vary another setting.")
         elif name in axes:
-            problems.append(f"grid={text!r}: {name} is set twice. List all its values at once.")
+            problems.append(f"grid={text!r}: {name} is set twice. List all its values in one item.")
         elif len(set(items)) < len(items):
             problems.append(f"grid={text!r} contains a value twice. Remove one.")
         axes[name] = items

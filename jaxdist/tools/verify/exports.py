@@ -54,7 +54,7 @@ class Exported:
 
 
 def check_export(trained: Trained, path: str) -> list[Check]:
-    """Load an exported directory as an import does, and compare it with the loaded checkpoint."""
+    """Import an exported directory, and compare it with the loaded checkpoint."""
     folder = locate(path).absolute()
     is_peft = (folder / peft.CONFIG).exists()
     try:

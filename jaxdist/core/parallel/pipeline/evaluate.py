@@ -65,7 +65,7 @@ def make_pipeline_evaluate(
 
 
 def _run(stage: Stage, layer: Callable[..., tuple[Array, Sums]]) -> Sums:
-    """Run a forward schedule on one stage; return the sums of this stage, float32 [] each."""
+    """Run a forward schedule on one stage; return this stage's `Sums`, float32 [] each."""
     schedule = stage.schedule
     example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)

@@ -54,7 +54,7 @@ def layer_vjp(layer: Layer, weights: Params, x: Array, constants: Any) -> LayerV
     traces: list[tuple[Any, Any, Any]] = []
 
     def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:
-        """Return (y [microbatch, seq_shard, d_model], its sums, residuals of `jax.vjp`)."""
+        """Return (y [microbatch, seq_shard, d_model], its `Sums`, residuals of `jax.vjp`)."""
 
         def outputs(weights: Params, x: Array) -> tuple[tuple[Array, Array | None], Sums]:
             y, loss, sums = layer(weights, x, constants)

@@ -94,7 +94,7 @@ class Stage:
         return trained(self.outer, {name: self.forward.model.axes[name] for name in self.outer})
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
-        """Return sums of head and objective from the last layer's x [rows, seq_shard, d_model]."""
+        """Return the loss and metrics (`Sums`) of x [rows, seq_shard, d_model] after the layers."""
         sums = self.forward.head(merged(outer, self.outer), x, self.microbatch(now), self.context)
         return collectives.vary(sums, PIPELINE.name)  # also constants: other stages have no head
 
