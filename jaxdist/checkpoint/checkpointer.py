@@ -135,7 +135,7 @@ class Checkpointer:
                 `checkpoint.local_dir` only and ignores `force`.
             force: return only after the save is committed or has failed (preemption, last step).
             metrics: evaluation metrics at this step, for `keep_best`.
-            moments: the moments that are in files and not in `state`.
+            moments: the optimizer moments that are in files and not in `state`.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -309,7 +309,7 @@ class Checkpointer:
         return {group.item: name for name, group in GROUPS.items()}[item].replace("model", "raw")
 
     def copies(self, step: int) -> list[str]:
-        """Return the parameter groups of a checkpoint next to the model's."""
+        """Return the parameter groups that a checkpoint has besides the model's, e.g. the EMA."""
         return pytree.stored_copies(self._arrays(step))
 
     def _arrays(self, step: int) -> dict[str, Any]:
@@ -365,7 +365,7 @@ class Checkpointer:
         try:
             state, meta = self._local.load(abstract_state)
         except CorruptCheckpoint as error:
-            self._events.log(f"{error}; it is not used")
+            self._events.log(f"local save not loaded: {error}")
             self.choose(lambda: abstract_state)
             return None
         self._resumed(self._chosen)

@@ -41,7 +41,7 @@ _PREFIX = "jaxdist-moments-"
 
 
 class DamagedMoments(RuntimeError):
-    """Raised for a file of moments that is torn or belongs to another step."""
+    """Raised for a file of optimizer moments that is incomplete or of another step."""
 
     advice = (
         "check the disk of train.offload_optimizer, and that no other program writes there; then "
@@ -51,7 +51,7 @@ class DamagedMoments(RuntimeError):
 
 
 class MomentPart(NamedTuple):
-    """One group's part of a moment: its leaf of the train state, and the slices in its array."""
+    """A parameter group's part of an optimizer moment: leaf of the train state, and slices."""
 
     leaf: pytree.Leaf
     slices: Index
@@ -68,7 +68,7 @@ class MomentPart(NamedTuple):
 
 
 class MomentFiles:
-    """Moments of a run on the disk of `directory`, by group: a `Store` (`core/step`).
+    """Optimizer moments in files of `directory`, one per parameter group (a `Store`).
 
     `groups` has the parts of each group. No file exists before `fill_zeros` or `load`.
     """
@@ -144,7 +144,7 @@ class MomentFiles:
         return _read(self._file(group), self.groups[group], step)
 
     def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
-        """Replace the moments [part] of a group by those after `step` steps."""
+        """Replace the optimizer moments [part] of a group by those after `step` steps."""
         new = self._write_new(group, step, moments)
         crash_point("during_moments")
         self._replace(group, new)
@@ -188,7 +188,7 @@ class MomentFiles:
 
 
 class Snapshot:
-    """Moments of one step, while later steps replace the files."""
+    """Optimizer moments of one step, while later steps replace the files."""
 
     def __init__(self, moments: MomentFiles, files: Sequence[Path], step: int):
         self._moments, self._files, self._step = moments, files, step

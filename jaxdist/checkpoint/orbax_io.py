@@ -167,7 +167,7 @@ class _StoredArray:
         self.chunk: tuple[int, ...] = handle.chunk_layout.read_chunk.shape
 
     def read(self, index: Index) -> np.ndarray:
-        """Return a part [...] in the stored dtype; `index` has slices of leading dims."""
+        """Return the part [...] at `index` (slices of leading dims), in the stored dtype."""
         return self._handle[index].read().result()
 
     def write(self, index: Index, part: np.ndarray) -> None:

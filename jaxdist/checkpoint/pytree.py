@@ -186,7 +186,7 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def stored_copies(names: Collection[str]) -> list[str]:
-    """Return the groups next to the model's in a checkpoint with arrays of these names."""
+    """Return the parameter groups besides the model's in a checkpoint with these arrays."""
     return [
         name
         for name, group in GROUPS.items()

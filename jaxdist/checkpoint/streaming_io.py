@@ -43,7 +43,7 @@ class StoredArrays:
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Return a part [...] as stored, unverified; `index` has slices of leading dims."""
+        """Return the part [...] at `index` (slices of leading dims) as stored, unverified."""
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:

@@ -245,7 +245,7 @@ def model_at(path: str) -> ModelConfig:
 
 
 def replaced_head(config: RunConfig) -> list[str]:
-    """Return the parts of the heads of `init_from` and model if only the model has scores."""
+    """Return the head parameters of both if a score head replaces the head of `init_from`."""
     if not (config.init_from and config.num_labels):
         return []
     stored = model_at(config.init_from)

@@ -1,8 +1,8 @@
 """A run on fewer devices than in its mesh: adapted mesh, microbatches and evaluation batches.
 
 A step computes the same result: the global batch, its rows and their order do not change. The batch
-is split into more microbatches, so a device never processes more rows at once. A device may store a
-larger part of the state; `shrink_reason` reports this.
+is split into more microbatches, so a device never processes more rows at a time. A device may
+store a larger part of the state; `shrink_reason` reports this.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | 
 def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
-    """Split batches at example boundaries, so that no device processes more rows at once."""
+    """Split batches at example boundaries, so that no device processes more rows at a time."""
     batch, size = config.train.global_batch_size, config.rows_per_example(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)

@@ -53,6 +53,6 @@ class ResilienceConfig:
     )
     spot_notices: Literal["", "aws", "google", "azure"] = setting(
         "",
-        "cloud whose metadata service is polled every 5 s for the notice that ends this machine. "
-        "The notice saves and exits with 75, as SIGTERM does. Empty = no polling",
+        "cloud whose metadata service is polled every 5 s for a notice that it will take back this "
+        "machine. The run then saves and exits with 75. Empty = no polling",
     )

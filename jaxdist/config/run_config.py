@@ -213,7 +213,7 @@ class RunConfig:
 
     @property
     def precomputes_reference(self) -> bool:
-        """Return whether rows contain values of the weights that the run starts from."""
+        """Return whether rows contain log-probabilities by the weights that the run starts from."""
         return self.objective.precomputes(has_adapters=bool(self.lora.rank))
 
     @property

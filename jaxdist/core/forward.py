@@ -54,7 +54,7 @@ class ForwardPass:
     max_row_chunks: int = 1
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Return sums over this device's rows of one microbatch; layers are [num_layers, ...]."""
+        """Return loss and metrics (`Sums`) of a microbatch; layers are [num_layers, ...]."""
         model, params = self.model, self.gather(params)
         if model.block is None or model.embed is None:
             return self.head(params, None, batch, context)

@@ -51,7 +51,7 @@ class Vocabulary(NamedTuple):
     Attributes:
         size: number of real entries; later columns are padding with probability 0.
         axis: mesh axis that splits the columns, or None.
-        chunk: number of tokens whose logits are in memory at once; 0 = all.
+        chunk: number of tokens whose logits are in memory at a time; 0 = all.
         softcap: bound of the soft cap on logits; 0 = none.
         weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
         regularizers: None = plain cross-entropy.

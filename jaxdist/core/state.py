@@ -77,7 +77,7 @@ def init_state(
 
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
     shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups
-    next to the model's. `params`, laid out by `layout`, replace random ones; they are donated.
+    besides the model's. `params`, laid out by `layout`, replace random ones; they are donated.
     `loss_scale`: {} or 2 [].
     """
     state = abstract_state(

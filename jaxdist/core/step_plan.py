@@ -390,7 +390,7 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
 
 
 def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:
-    """Return the default number of tokens whose logits are in memory at once; 0 = all.
+    """Return the default number of tokens whose logits are in memory at a time; 0 = all.
 
     Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4: 12
     bytes per element, for 6 FLOPs per token and element. On a GPU, a chunk is large enough that

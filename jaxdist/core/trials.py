@@ -60,10 +60,10 @@ def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
 def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
     """Return the operations that a GPU computes wrongly, one line each; cached.
 
-    `kind` is "operations" for elementary ones, or "offload" for gradients of a loop whose
+    `kind` is "operations" for basic ones, or "offload" for gradients of a loop whose
     activations are in host memory.
     """
-    what = {"operations": "elementary operations", "offload": "gradients with offload"}[kind]
+    what = {"operations": "basic operations", "offload": "gradients with offload"}[kind]
     result = _trial(kind, {}, device, what)
     if "failed" in result:
         return [f"{what} failed in a child process ({result['failed']})"]
@@ -83,7 +83,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
         try:
             return json.loads(path.read_text())["result"]
         except (OSError, ValueError, KeyError):
-            log.warning("%s is unreadable: %s are tried again", path, name)
+            log.warning("%s is unreadable: checking %s again", path, name)
     with waiting(f"trying {name} in a child process"):
         result = _in_child(kind, request, _child_environ(device))
     if folder and "failed" not in result:

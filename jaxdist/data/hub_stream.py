@@ -171,7 +171,7 @@ class StreamedPart:
             return self._ready[shard]
 
     def _start(self) -> None:
-        """Start threads for the wanted shards; holds `_changed`."""
+        """Start threads for the requested shards; the caller holds `_changed`."""
         while len(self._busy) < _NUM_THREADS and (shard := self._next()) is not None:
             self._busy.add(shard)
             threading.Thread(

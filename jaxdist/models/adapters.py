@@ -61,7 +61,7 @@ class LoraConfig:
     """Low-rank adapters: train small matrices next to the frozen weights of `init_from`."""
 
     rank: int = setting(0, "rank of the adapters; 0 = train the weights themselves", ge=0, le=4096)
-    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", gt=0)
+    alpha: float = setting(16.0, "alpha: outputs of adapters are multiplied by alpha / rank", gt=0)
     dropout: float = setting(
         0.0, "dropout rate of the inputs of adapters, each with its own mask", ge=0, lt=1
     )

@@ -117,10 +117,10 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
-    vocab_size: int = setting(1024, "tokens of the vocabulary", ge=1, le=2**31)
+    vocab_size: int = setting(1024, "number of tokens in the vocabulary", ge=1, le=2**31)
     d_model: int = setting(128, "width of the residual stream", ge=1, le=2**20)
-    num_layers: int = setting(8, "blocks", ge=1, le=10_000)
-    num_heads: int = setting(8, "query heads", ge=1, le=2**16)
+    num_layers: int = setting(8, "number of transformer blocks", ge=1, le=10_000)
+    num_heads: int = setting(8, "number of query heads", ge=1, le=2**16)
     num_kv_heads: int = setting(0, "key/value heads; 0 = num_heads, fewer = grouped-query", ge=0)
     head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads", ge=0)
     mlp_dim: int = setting(384, "hidden width of the MLP", ge=1, le=2**24)
@@ -130,7 +130,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "rms = RMSNorm, zero_centered_rms = RMSNorm that multiplies by 1 + its scale (Gemma), "
         "layer = LayerNorm with bias",
     )
-    norm_eps: float = setting(1e-5, "added to the variance", gt=0)
+    norm_eps: float = setting(1e-5, "epsilon of the norms, added to the variance", gt=0)
     norm_placement: Literal["pre", "post", "both"] = setting(
         "pre",
         "norms of attention and MLP: pre = on their inputs (Llama), post = on their outputs "
@@ -164,7 +164,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "products with a bias: qkv = query, key and value (Qwen 2, GPT-2), out = the attention "
         "output, mlp = both of the MLP (GPT-2)",
     )
-    tie_embeddings: bool = setting(False, "the head uses the embedding table")
+    tie_embeddings: bool = setting(False, "the output head uses the embedding table (tied weights)")
     num_labels: int = setting(
         0,
         "outputs of a score head on the last token of each record, in place of a vocabulary: 1 = a "
@@ -174,7 +174,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     )
     scale_embeddings: bool = setting(False, "multiply embeddings by sqrt(d_model) (Gemma)")
     sliding_window: int = setting(
-        0, "keys that a query attends to, itself included; 0 = all (Mistral 4096)", ge=0
+        0, "sliding window: keys that a query sees, its own included; 0 = all (Mistral 4096)", ge=0
     )
     full_attention_every: int = setting(
         0,
@@ -183,13 +183,13 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         ge=0,
     )
     query_pre_attn_scalar: int = setting(
-        0, "scores are divided by the square root of this; 0 = head_dim", ge=0
+        0, "attention scores are divided by the square root of this; 0 = head_dim", ge=0
     )
     attention_softcap: float = setting(
-        0.0, "bound that attention scores approach by tanh; 0 = none (Gemma 2: 50)", ge=0
+        0.0, "soft cap of attention scores, a tanh; 0 = none (Gemma 2: 50)", ge=0
     )
     logit_softcap: float = setting(
-        0.0, "bound that the output logits approach by tanh; 0 = none (Gemma 2: 30)", ge=0
+        0.0, "soft cap of the output logits, a tanh; 0 = none (Gemma 2: 30)", ge=0
     )
     dropout: float = setting(
         0.0, "dropout rate of the embedding and of each branch (GPT-2 0.1)", ge=0, lt=1
@@ -462,7 +462,7 @@ class ResnetConfig(_ImageDefaults):
     """A residual network for CIFAR-10 with batch norm (He et al. 2015, section 4.2)."""
 
     kind: Literal["resnet"] = setting("resnet", "resnet = an image classifier with batch norm")
-    depth: int = setting(20, "layers with weights: 6 n + 2, e.g. 20, 32, 44, 56 or 110", ge=8)
+    depth: int = setting(20, "number of weight layers: 6 n + 2, e.g. 20, 32, 44, 56 or 110", ge=8)
 
     width: ClassVar[int] = 16
     """Channels of the first third of the layers. They double twice."""

@@ -50,19 +50,19 @@ class ExpertSettings:
     """A mixture of experts in place of each MLP; `mlp_dim` is the width of one expert."""
 
     num_experts: int = setting(
-        0, "experts of each layer, of mlp_dim each (Mixtral 8, Qwen 3 MoE 128); 0 = one MLP", ge=0
+        0, "number of experts per layer, of width mlp_dim (Mixtral 8); 0 = one MLP", ge=0
     )
     experts_per_token: int = setting(
-        2, "experts that process each token (Mixtral 2, Qwen 3 MoE 8)", ge=1
+        2, "number of experts that process each token (Mixtral 2, Qwen 3 MoE 8)", ge=1
     )
     shared_expert_dim: int = setting(
         0,
-        "width of an MLP that processes every token too; 0 = none",
+        "hidden width of a shared MLP that also processes every token; 0 = none",
         ge=0,
         le=2**24,
     )
     shared_expert_gate: bool = setting(
-        False, "multiply the shared MLP's output by a sigmoid of the token (Qwen 2 MoE)"
+        False, "multiply the shared MLP's output by a sigmoid gate (Qwen 2 MoE)"
     )
     first_dense_layers: int = setting(
         0, "number of first layers with an MLP of dense_mlp_dim, not experts (DeepSeek-V3: 3)", ge=0

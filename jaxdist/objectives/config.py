@@ -45,8 +45,8 @@ class ObjectiveConfig:
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)
     reference: Literal["auto", "adapter_off", "precomputed"] = setting(
         "auto",
-        "where the values come from that dpo, ipo and kto compare with: adapter_off = each step "
-        "computes them with the frozen weights (lora.rank); precomputed = each start computes "
+        "source of the reference model's log-probabilities in dpo, ipo and kto: adapter_off = each "
+        "step computes them with the frozen weights (lora.rank); precomputed = each start computes "
         "them for all rows with the weights it begins with, or reads them from the cache; auto = "
         "adapter_off if there are adapters",
     )
@@ -67,7 +67,7 @@ class ObjectiveConfig:
         return self.kind in ("distill", "distill_reverse")
 
     def precomputes(self, *, has_adapters: bool) -> bool:
-        """Return whether rows contain the reference's values."""
+        """Return whether rows contain precomputed log-probabilities of the reference model."""
         if self.kind not in COMPARED:
             return False
         return self.reference == "precomputed" or (self.reference == "auto" and not has_adapters)

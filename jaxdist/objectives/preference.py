@@ -47,7 +47,7 @@ def mismatched(batch: Batch) -> Batch:
 class Preference:
     """Objective of preference tuning; see the module docstring.
 
-    With `is_precomputed`, rows contain the values of the reference.
+    With `is_precomputed`, rows contain the reference model's log-probabilities.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Preference:
         return baseline + (0 if self.is_precomputed else references)
 
     def prepare(self, batch: Batch, logps: Callable[..., Array]) -> Batch:
-        """Return the global batch [rows, ...] with the reference's values, as constants.
+        """Return the global batch [rows, ...] with the reference model's log-probabilities.
 
         `logps` maps a batch to the log-probabilities of its rows, float32 [rows].
         """

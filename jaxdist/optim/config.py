@@ -42,7 +42,7 @@ class OptimConfig:
     beta2: float = setting(
         0.95, "decay of the second moment (adamw), of the momentum (lion)", ge=0, lt=1
     )
-    eps: float = setting(1e-8, "added to denominators (adamw, muon)", gt=0)
+    eps: float = setting(1e-8, "epsilon, added to the denominators of updates (adamw, muon)", gt=0)
     momentum: float = setting(
         0.9, "decay of the momentum (sgd, muon; 0.95 is usual for muon)", ge=0, lt=1
     )
@@ -99,7 +99,7 @@ class OptimConfig:
 
     @property
     def copies(self) -> dict[str, float]:
-        """Parameter groups next to the model's -> decay per step, as in `Optimizer.copies`."""
+        """Parameter groups besides the model's (EMA) -> decay per step, as in `Optimizer`."""
         return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:

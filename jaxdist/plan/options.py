@@ -45,7 +45,7 @@ class PlanConfig(RunConfig):
     )
     budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
     price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = the GPU catalog's", ge=-1)
-    spot_price: float = setting(-1.0, "like price, of spot instances", ge=-1)
+    spot_price: float = setting(-1.0, "USD per spot GPU-hour; -1 = the GPU catalog's", ge=-1)
     preemptions_per_day: float = setting(2.0, "spot preemptions per day of the job", ge=0)
     failures_per_day: float = setting(
         -1.0,
@@ -74,7 +74,7 @@ class PlanConfig(RunConfig):
     compile: bool = setting(
         True, "check the plan with the GPU compiler, if the extra `plan` is installed"
     )
-    compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
+    compile_timeout_s: float = setting(300.0, "timeout of one compilation in seconds", gt=0)
     top: int = setting(6, "largest number of meshes to show", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
     show_schedule: bool = setting(

@@ -92,7 +92,7 @@ def with_steps(config: RunConfig, data: Any) -> RunConfig:
         )
     steps = max(1, math.ceil(train.epochs * data.num_rows / train.global_batch_size))
     log.info(
-        "train.epochs=%g: %d steps of %d rows are as many passes over %d training rows",
+        "train.epochs=%g takes %d steps of %d rows, with %d training rows",
         train.epochs, steps, train.global_batch_size, data.num_rows,
     )  # fmt: skip
     return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps, epochs=0.0))

@@ -60,7 +60,7 @@ class WithColumns:
 
 
 def with_reference(parts: Parts, *datasets: Any) -> tuple[Any, ...]:
-    """Return the datasets with the reference's values of each row, if the objective reads them.
+    """Return the datasets with log-probabilities by the reference model, if they are needed.
 
     Every process of the job must call it. It also stores the digest of the weights in
     `parts.base`, with which a resume is compared.

@@ -137,7 +137,7 @@ class Parts:
 
     @functools.cached_property
     def moments(self) -> MomentFiles | None:
-        """The moments on a disk, without files until a state is made; else None."""
+        """The optimizer moments on a disk, without files until a state is made; else None."""
         if self.config.train.offload != "disk":
             return None
         options = {**self._state_options, "offload": "none"}

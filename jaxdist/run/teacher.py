@@ -52,7 +52,7 @@ class Teacher:
         """The weights, in execution order; loaded at the first use."""
         params = self.parts.in_execution_order(self.parts.initial_params())
         path, size = self.objective.teacher, in_bytes(self.num_bytes)
-        log.info("teacher: weights from %s, %s of each device", path, size)
+        log.info("teacher: weights from %s use %s of memory on each device", path, size)
         return params
 
     @functools.cached_property

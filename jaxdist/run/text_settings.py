@@ -13,7 +13,7 @@ class TextSettings:
 
     max_new_tokens: int = setting(200, "tokens to add to each prompt", ge=1)
     temperature: float = setting(
-        0.8, "divides the logits before sampling; 0 = always the most likely token", ge=0
+        0.8, "sampling temperature; 0 = always the most likely token", ge=0
     )
     top_k: int = setting(0, "sample from the k most likely tokens only; 0 = all", ge=0)
     top_p: float = setting(

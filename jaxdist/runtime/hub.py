@@ -205,7 +205,7 @@ def patiently(fetch: Callable[[], T]) -> T:
             return fetch()
         except Unreachable as error:
             log.warning(
-                "%s (try %d of %d, again in %g s)",
+                "%s (attempt %d of %d failed, next one in %g s)",
                 error.problems[0], number, len(RETRY_S) + 1, delay,
             )  # fmt: skip
             time.sleep(delay)

@@ -101,7 +101,7 @@ class Preemption:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """In this block, exit with code 75 on a stop request (for waits on other processes)."""
+        """In this block, a stop request exits immediately with code 75 (for waits on others)."""
         self._at_once = True
         try:
             if self._noticed:

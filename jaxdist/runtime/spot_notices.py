@@ -64,7 +64,7 @@ def _poll(cloud: str, on_notice: Callable[[], None], ended: threading.Event) -> 
         else:
             failed = False
             if notice and not ended.is_set():
-                log.warning("%s ends this machine: %s", cloud, notice)
+                log.warning("%s will reclaim this machine: %s", cloud, notice)
                 on_notice()
                 return
         if ended.wait(INTERVAL_S):

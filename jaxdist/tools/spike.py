@@ -52,7 +52,7 @@ class SpikeConfig:
     run: str = setting("", "run directory", required=True)
     step: int = setting(0, "step whose batch is listed", required=True, ge=0)
     top: int = setting(10, "number of rows to list, those with the highest loss; 0 = all", ge=0)
-    width: int = setting(120, "characters of text for each row", ge=0)
+    width: int = setting(120, "number of characters of text printed for each row", ge=0)
     mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
     simulate: int = setting(
         0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096

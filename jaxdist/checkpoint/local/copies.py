@@ -143,7 +143,7 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return the numbers of positions, those that leave fewest hosts in their rack first."""
+    """Return the shifts of the ring of hosts, fewest hosts copying within their rack first."""
     count = len(hosts)
     # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring
     # size - (count - shift).

@@ -263,7 +263,7 @@ class LocalTier:
         return self._part
 
     def _parts(self) -> list[tuple[bool, list[tuple[str, Peer]]]]:
-        """Return of each process whether it writes its shards, and what it copies from whom."""
+        """Return, for each process, whether it writes its shards, and what it copies from whom."""
         writers = copies.writers(self._domains, self._shards)
         parts: list[tuple[bool, list[Any]]] = [(p in writers, []) for p in range(len(self._peers))]
         takers = copies.receivers(self._domains, self._shards, self._config.neighbours)
@@ -314,7 +314,7 @@ class LocalTier:
                     broken.add(Save(generation, step, of))
                 self._events.event("local_save_damaged", step=step, process=process, reason=problem)
                 where = f"process {process} on {host}"
-                self._events.log(f"local save of step {step}, copy of {where}, skipped: {problem}")
+                self._events.log(f"local save {step} of {where} cannot be loaded: {problem}")
             if not failed:
                 self._chosen = save
                 return int(step)
@@ -350,7 +350,7 @@ class LocalTier:
         return dict(self._store.document(self._chosen)["arrays"])
 
     def _choose_sources(self, replies: list[Any], at_least: int) -> list[list[Any]]:
-        """Return generation, step, why there is none, source, and whether to fetch, by process."""
+        """Return, by process: generation, step, reason for none, source, whether to fetch."""
         generation, step, sources, reason = newest(replies, at_least)
         if not sources:
             return [[generation, step, reason, None, False] for _ in replies]

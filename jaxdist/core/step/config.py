@@ -24,7 +24,7 @@ class TrainConfig:
     global_batch_size: int = setting(
         16, "rows of one optimizer step over all devices", ge=1, le=2**31
     )
-    seq_len: int = setting(128, "tokens of a row (text only)", ge=1, le=2**31)
+    seq_len: int = setting(128, "number of tokens in a row (text only)", ge=1, le=2**31)
     num_microbatches: int = setting(
         0,
         "parts into which a device's rows are cut: their gradients are accumulated, and with "
@@ -68,7 +68,7 @@ class TrainConfig:
 
     @property
     def offload(self) -> Offload:
-        """Return where the moments are between two steps."""
+        """Return where the optimizer moments are between two steps: device, host or disk."""
         return self.offload_optimizer.partition(":")[0]  # type: ignore[return-value]  # checked
 
     @property
@@ -117,7 +117,7 @@ class EvalConfig:
         "batches of an evaluation during the run, spread over the data; 0 = every row once",
         ge=0,
     )
-    final_max_batches: int = setting(0, "the same for the evaluation after the last step", ge=0)
+    final_max_batches: int = setting(0, "batches of the last evaluation; 0 = every row once", ge=0)
     patience: int = setting(
         0,
         "end the run after this many evaluations in a row without a new lowest loss; 0 = never",
@@ -137,8 +137,8 @@ class EvalConfig:
         "tasks of the lm-evaluation-harness to evaluate with the held-out rows, e.g. "
         "hellaswag,arc_easy (the extra `eval`); jaxdist.evaluate --tasks evaluates a checkpoint",
     )
-    task_folder: str = setting("", "folder with task files of your own")
-    task_limit: int = setting(0, "questions of each task; 0 = all", ge=0)
+    task_folder: str = setting("", "folder with your own task files of the lm-evaluation-harness")
+    task_limit: int = setting(0, "number of questions of each task; 0 = all", ge=0)
 
     def problems(self) -> list[str]:
         """Return every violated rule of this section."""

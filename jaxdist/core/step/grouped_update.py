@@ -61,7 +61,7 @@ class ParamGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a model's parameters, and the moments of each.
+    """Groups of parameters that are updated together, and their optimizer moments.
 
     Attributes:
         state: shapes and shardings of the train state with its moments on the devices.
@@ -87,12 +87,12 @@ class Groups:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all moments, without copies on several devices."""
+        """Return the bytes of all optimizer moments, without copies on several devices."""
         return sum(_bytes(self.moments[i]) for i, param in enumerate(self.of) if param >= 0)
 
 
 class Store(Protocol):
-    """Moments of each group between two steps, as global arrays on the host."""
+    """Storage of each group's optimizer moments between two steps, as arrays on the host."""
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
         """Return the optimizer moments [rows, ...] of a group; raise if not those after `step`."""

@@ -68,7 +68,7 @@ class Optimizer(NamedTuple):
     """The optimizer: `rule` returns the update before multiplication by the learning rate.
 
     `copies`: name of a parameter group (`core.weights.GROUPS`) -> its decay per step, 1 = frozen.
-    `store` has the moments if they are on a disk.
+    `store` has the optimizer moments if they are on a disk.
     """
 
     rule: optax.GradientTransformation

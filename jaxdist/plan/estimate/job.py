@@ -255,7 +255,7 @@ class Job:
 
     @functools.cached_property
     def copies(self) -> dict[str, list[tuple[Weight, int]]]:
-        """The parameter groups next to the model's: their weights, and bytes per element."""
+        """Parameter groups besides the model's (EMA): their weights, and bytes per element."""
         held = lambda group: self.trained if group.is_average else self.weights
         groups = {name: GROUPS[name] for name in self.config.optim.copies}
         return {n: [(w, g.element_bytes(w.dims)) for w in held(g)] for n, g in groups.items()}
@@ -359,7 +359,7 @@ class Job:
 
     @property
     def loss_chunk(self) -> int:
-        """Number of tokens whose logits are in memory at once."""
+        """Number of tokens whose logits are in memory at a time."""
         if self.decoder is None:
             return 0
         return min(self.tokens, self.plan.loss_chunk)

@@ -146,14 +146,14 @@ def moment_bytes(job: Job) -> float:
 
 
 def disk_bytes(job: Job) -> float:
-    """Return the bytes of all moments on the disk, without copies on several devices; 0 if none."""
+    """Return the bytes of the optimizer moments on the disk, each counted once; 0 if none."""
     if job.config.train.offload != "disk":
         return 0.0
     return job.config.optim.moment_bytes * sum(weight.size for weight in job.trained)
 
 
 def _moments_in_flight(job: Job) -> float:
-    """Return the bytes on a device of the groups that are fetched, updated and written at once."""
+    """Return the bytes on a device of groups that are fetched, updated or written together."""
     each, depth = job.config.optim.moment_bytes, max(1, job.layers_per_stage)
     layer = each * job.total(job.only_trained(job.layers), "moment") / depth
     # Tables whose first dim is sharded are not cut into ranges of rows.

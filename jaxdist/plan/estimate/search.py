@@ -348,7 +348,7 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
 
 
 _SMALL_CHUNK = 256
-"""Suggested number of tokens whose logits are in memory at once."""
+"""Suggested number of tokens whose logits are in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,8 @@ _MAX_NAMES = 8
 class CompareConfig:
     """The two runs to compare, and how to rerun steps."""
 
-    a: str = setting("", "run directory", required=True)
-    b: str = setting("", "run directory to compare it with", required=True)
+    a: str = setting("", "directory of run A", required=True)
+    b: str = setting("", "directory of run B", required=True)
     rerun: bool = setting(
         True, "rerun the steps around the first difference; false = read files only"
     )

@@ -22,8 +22,8 @@ log = logging.getLogger("jaxdist")
 class WeightsToConvert:
     """The weights to convert, and the output."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    out: str = setting("", "new directory", required=True)
+    src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
+    out: str = setting("", "new directory for the result", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",

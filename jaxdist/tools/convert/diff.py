@@ -20,8 +20,8 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 class Config:
     """The two checkpoints to compare."""
 
-    a: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    b: str = setting("", "the checkpoint to compare it with", required=True)
+    a: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
+    b: str = setting("", "checkpoint B to compare A with, in one of these forms", required=True)
     step_a: int = setting(-1, "step of the checkpoint of A; -1 = the newest valid one")
     step_b: int = setting(-1, "step of the checkpoint of B; -1 = the newest valid one")
     under: str = setting("", "compare only arrays whose names begin with this, e.g. params")

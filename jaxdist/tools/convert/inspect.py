@@ -24,7 +24,7 @@ _WIDEST = 60
 class Config:
     """Checkpoint and extent of the output."""
 
-    path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     under: str = setting("", "print only arrays whose names begin with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings of the run")

@@ -36,7 +36,7 @@ class Config(WeightsToConvert):
     """Source and destination."""
 
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype of the merged weights; bfloat16 rounds the sums"
+        "float32", "dtype of the merged weights; bfloat16 rounds base plus adapters"
     )
 
 

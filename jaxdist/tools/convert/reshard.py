@@ -27,7 +27,7 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, ne
 class Config:
     """Settings of `convert reshard`: checkpoint, target mesh, items and dtype of the output."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     mesh: str = setting("dp=1", "target mesh, e.g. fsdp=64 or dp=4,tp=2,pp=2")
@@ -37,7 +37,7 @@ class Config:
     dtype: Literal["stored", "float32", "bfloat16"] = setting(
         "stored", "dtype of the weights; a later start casts them as needed"
     )
-    chunk_mb: int = setting(64, "largest chunk and memory use, MiB", ge=1)
+    chunk_mb: int = setting(64, "largest chunk of an array, and memory for copying, in MiB", ge=1)
 
 
 def run(config: Config) -> int:

@@ -18,7 +18,7 @@ from jaxdist.settings import setting
 class Config:
     """Checkpoints and extent of the check."""
 
-    path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     arrays: bool = setting(
         False, "also read every array and compare its checksum with the one computed on the devices"
     )

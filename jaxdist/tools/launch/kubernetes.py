@@ -62,7 +62,7 @@ class KubernetesConfig:
     image: str = setting("", "container image in which jaxdist is installed", required=True)
     name: str = setting("jaxdist", "name of the JobSet")
     namespace: str = setting("", "namespace; empty = kubectl's")
-    nodes: int = setting(1, "nodes; each runs one pod with one process", ge=1)
+    nodes: int = setting(1, "number of nodes; each runs one pod with one process", ge=1)
     gpus_per_node: int = setting(0, "GPUs per node; 0 = a CPU job", ge=0)
     cpus_per_node: str = setting("", "CPU cores per pod, e.g. 64; empty = the namespace's default")
     memory: str = setting("", "memory per pod, e.g. 512Gi; empty = the namespace's default")
@@ -96,9 +96,9 @@ class KubernetesConfig:
         ge=30,
     )
     max_restarts: int = setting(
-        20, "restarts after failures; a restart after a preemption that saved does not count", ge=0
+        20, "most restarts after failures; one after a preemption that saved does not count", ge=0
     )
-    python: str = setting("python", "interpreter in the image")
+    python: str = setting("python", "Python interpreter in the image")
     dry_run: bool = setting(False, "print the manifest and send nothing to the cluster")
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 

@@ -34,13 +34,13 @@ class LaunchConfig:
     """
 
     nproc_per_node: str = setting(
-        "0", "processes on this host, N or MIN:MAX; 0 = one per GPU, or 1 without GPUs"
+        "0", "number of processes on this host, N or MIN:MAX; 0 = one per GPU, or 1 without GPUs"
     )
-    nnodes: str = setting("1", "hosts, N or MIN:MAX; start a launcher on each")
+    nnodes: str = setting("1", "number of hosts, N or MIN:MAX; start a launcher on each")
     node_rank: int = setting(0, "rank of this host, from 0", ge=0)
     coordinator_address: str = setting("", "host:port of node 0; needed with several hosts")
     module: str = setting(_TRAIN, "Python module that each process runs")
-    program: str = setting("", "another program instead, e.g. 'python worker.py'")
+    program: str = setting("", "program to run instead of the module, e.g. 'python worker.py'")
     run_dir: str | None = setting(
         None, "run directory; none = the program's --run-dir, else runs/launch-TIME"
     )

@@ -102,8 +102,8 @@ class Membership:
 class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
-    `stop` is the reason to save and end the round, `lost` the loss of a member, which ends it at
-    once; empty while it should run.
+    `stop` is the reason to save and end the round, `lost` the loss of a member, which ends it
+    immediately; both are empty while it should run.
     """
 
     id: str

@@ -84,7 +84,7 @@ class SlurmConfig:
     )
     max_requeues: int = setting(50, "largest number of times that the job requeues itself", ge=0)
     max_restarts: int = setting(
-        3, "restarts after failures without a new checkpoint in between", ge=0
+        3, "most restarts after failures without a new checkpoint in between", ge=0
     )
     run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
     module: tuple[str, ...] = setting((), "environment module to load, as in `module load NAME`")

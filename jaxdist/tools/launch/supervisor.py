@@ -302,7 +302,7 @@ class Supervisor:
                 return True
             time.sleep(0.2)
         if not self.stop_signal:
-            log("giving up: it did not come back, and nothing was restarted")
+            log(f"giving up: {self.run_dir} did not come back; the job was not restarted")
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

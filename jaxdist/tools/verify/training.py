@@ -101,7 +101,7 @@ def _check_arrays(trained: Trained) -> Check:
 
 
 def _check_moments(trained: Trained) -> Check:
-    """Check that moments exist and are nonzero, and that the optimizer counted its updates."""
+    """Check that optimizer moments exist and are nonzero, and that updates were counted."""
     item = "opt_state"
     names = [name for name in trained.entries if pytree.under(name, [item])]
     moved = [name for name, update in trained.updates.items() if update == "gradient"]

@@ -73,7 +73,7 @@ def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
 
 
 def peak(intervals: Iterable[Interval]) -> int:
-    """Return the largest number of intervals alive at once."""
+    """Return the largest number of intervals alive at the same time."""
     spans = list(intervals)
     firsts, lasts = sorted(a for a, _ in spans), sorted(b for _, b in spans)
     # The peak is at the start of some interval: intervals started so far minus intervals ended.

@@ -40,7 +40,7 @@ class Report:
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.
         bubble: mean idle share of the stages, 0..1.
-        peak_stash: per stage, the most residuals of a microbatch and virtual stage kept at once.
+        peak_stash: per stage, the most residuals of a microbatch and virtual stage kept together.
         messages: activations and gradients sent between neighbors, over all stages.
     """
 
