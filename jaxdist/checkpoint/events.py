@@ -118,8 +118,8 @@ class EventLog:
             bytes=outcome.num_bytes,
         )
         self.log(
-            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} a process in "
-            f"{outcome.written_s:.2f} s, copies included, training blocked "
+            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} per process in "
+            f"{outcome.written_s:.2f} s with its copies, training blocked "
             f"{outcome.blocked_s:.2f} s"
         )
 

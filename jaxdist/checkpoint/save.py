@@ -361,7 +361,7 @@ class Saver:
         try:
             not_kept = steps_to_delete(self.complete(), self._config)
         except OSError as error:
-            self._events.log(f"old checkpoints were not deleted: {one_line(error)}")
+            self._events.log(f"old checkpoints could not be deleted: {one_line(error)}")
             return
         for step in not_kept:
             try:

@@ -71,7 +71,7 @@ class ActivationSizes:
         segment_bytes: document ids of packed rows, int32 [rows, seq]; 0 if rows are not packed.
         widening: float32 bytes / compute dtype bytes.
         exchange: context-parallel exchange of keys and values ("ring", ...); "" = none.
-        exchanged_heads: number of neighbors that exchange heads for positions.
+        exchanged_heads: number of neighbors that split heads, not positions, in attention.
     """
 
     stream_bytes: float

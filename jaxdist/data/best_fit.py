@@ -26,7 +26,7 @@ _GROUP = 1 << 12
 
 
 class Runs(NamedTuple):
-    """Rows in runs: int64 [runs + 1], the first row of each, and the pieces of its rows."""
+    """Runs of rows with equal piece lengths: first row of each, int64 [runs + 1], and pieces."""
 
     starts: np.ndarray
     entries: list[Entries]
@@ -89,7 +89,7 @@ def count_long(corpus: Corpus, seq_len: int) -> tuple[int, int]:
 
 
 def _from_row(entries: Entries, row: int) -> Entries:
-    """Return the pieces of a run without its first rows."""
+    """Return the pieces of a run without the rows before `row`."""
     return tuple((length, count, first + row * count) for length, count, first in entries)
 
 

@@ -259,7 +259,7 @@ def _fill_parts(
     folders = [work / key / f"{number:05d}" for number in range(len(parts))]
     complete = sum((folder / "corpus.json").exists() for folder in folders)
     if complete:
-        log.info("continuing: %d of %d parts are already tokenized", complete, len(parts))
+        log.info("continuing to tokenize: %d of %d parts are done", complete, len(parts))
     total = sum(map(total_bytes, parts))
     with Progress("tokenizing", total, "B") as progress:
         for part, folder in zip(parts, folders, strict=True):

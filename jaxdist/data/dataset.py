@@ -180,7 +180,7 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def _with_stages(identity: dict[str, Any], stages: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return an identity with these stages and the parts that they use; one stage is plain."""
+    """Return an identity with these stages; a single stage is stored as its weights only."""
     used = 1 + max(part for _, parts, _ in stages for part in parts)
     identity = {**identity, "parts": identity["parts"][:used], "weights": []}
     identity.pop("stages", None)

@@ -264,8 +264,8 @@ _UNEVEN = 0.05  # do not mention a smaller load imbalance
 _EXCHANGES = {
     "ring": "keys and values travel from device to device while the local ones are multiplied",
     "all_gather": "every device gets all keys and values",
-    "all_to_all": "devices exchange heads for positions, so that each attends to complete rows",
-    "hybrid": "neighbors exchange heads for positions, and keys and values travel between groups",
+    "all_to_all": "an all-to-all gives each device complete rows of some heads",
+    "hybrid": "an all-to-all between neighbors, and a ring of keys and values between groups",
 }
 
 

@@ -145,7 +145,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
             ]
         )
     seconds = time.perf_counter() - start
-    log.info("deep audit: one step on %s equals one device's (%.1f s)", parts.spec, seconds)
+    log.info("deep audit: one step on %s equals that on one device (%.1f s)", parts.spec, seconds)
     return str(parts.spec)
 
 

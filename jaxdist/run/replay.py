@@ -71,7 +71,7 @@ def verdict(
     again: Sequence[dict[str, float]],
     following: dict[str, float] | None,
 ) -> str:
-    """Return the kind of fault and its evidence, in one line.
+    """Return whether data, arithmetic or devices caused the step's result, in one line.
 
     `is_bad` returns whether a result is as bad as the recorded one. For a step without an anomaly
     it returns whether both are equal. `following` is a replay with the next batch; None for a step

@@ -257,7 +257,7 @@ class Parts:
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
         stored, copies = checkpointer.copies(step), dict(state.copies)
         for name in set(stored) - set(copies):
-            log.info("%s of checkpoint %d is dropped (no %s)", name, step, GROUPS[name].setting)
+            log.info("%s of checkpoint %d not loaded: no %s", name, step, GROUPS[name].setting)
         for name in [name for name in copies if name not in stored]:
             log.info("checkpoint %d has no %s: initializing it from the weights", step, name)
             shardings = jax.tree.map(lambda x: x.sharding, target.copies[name])

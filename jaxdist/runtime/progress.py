@@ -134,7 +134,7 @@ def in_time(
     with waiting(what) if announce else contextlib.nullcontext():
         thread.join(timeout_s)
     if thread.is_alive():
-        log.warning("%s: not done after %s, continuing without it", what, duration(timeout_s))
+        log.warning("%s: not finished after %s, no longer waiting", what, duration(timeout_s))
         return False
     if raised:
         raise raised[0]

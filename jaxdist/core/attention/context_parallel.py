@@ -42,7 +42,7 @@ class ExchangePlan(NamedTuple):
     """The exchange of keys and values between devices of the context axis.
 
     Attributes:
-        inner: number of neighbors that exchange heads for positions; 1 = none.
+        inner: number of neighbors that split heads during attention (all-to-all); 1 = none.
         paired: permutes are exchanges between pairs. Pipelines need this, because their stages take
             different branches, and a permute waits for all devices of the mesh.
     """
@@ -217,7 +217,7 @@ def _attend_over_groups(
 
 
 class _Group(NamedTuple):
-    """Neighbors on the context axis that exchange heads for positions."""
+    """Neighbors on the context axis that split heads, not positions, during attention."""
 
     size: int
 

@@ -231,7 +231,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
     """Return the best variant on a mesh, and the number of variants compared.
 
-    Of each variant, the first microbatch count that fits counts, else the one of least memory.
+    A variant has the first microbatch count that fits, else that with least memory.
     """
     limit = usable_bytes(job)
     best: Candidate | None = None

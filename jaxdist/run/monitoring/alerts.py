@@ -25,7 +25,7 @@ _LINES_PER_COMPARISON = 5  # console lines between two comparisons of the proces
 
 
 class Alerts:
-    """Warns about bad metrics once per episode. A process that `compares` checks all processes."""
+    """Warns about bad metrics once per episode; with `compares`, also about slow processes."""
 
     def __init__(
         self,

@@ -216,7 +216,7 @@ class Rendezvous:
     def read_hosts(self) -> dict[int, Host]:
         """Read files; return rank -> host for this host and all with a heartbeat since the first.
 
-        A host that does not lead may know another one as it was `len(hosts) / READS` calls ago.
+        Only the leader reads all files; others may return a state `len(hosts) / READS` calls old.
         """
         read: set[int] = set()
         leader = self.leader()

@@ -237,7 +237,7 @@ class Supervisor:
         """Start the fork server once the job is old enough; stop using one that has ended."""
         self.agent.watch(group)
         if self._preloaded is not None and self._preloaded.is_gone():
-            log("the fork server has ended: restarts start fresh processes")
+            log("the fork server has ended: restarts import jax again")
             self._preloaded.close()
             self._preloaded, self._may_preload = None, False
         if self._may_preload and time.monotonic() > self._began + PRELOAD_AFTER_S:

@@ -368,7 +368,7 @@ class WorkerGroup:
             if failed_at is not None:
                 self._end_survivors(now - failed_at)
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
-                log(f"still running {stop_timeout_s:g} s after the stop request: killed")
+                log(f"killing processes that run {stop_timeout_s:g} s after the stop request")
                 self.kill()
             watch(self)
             time.sleep(POLL_S)

@@ -112,7 +112,7 @@ def _stored(
     """Return (variables to keep, equations that compute the required variables from them).
 
     Kept variables are values of the forward (`made`) that depend on more than weights and constants
-    (`fixed`). They are not larger copies of other variables, which rule 2 computes again.
+    (`fixed`). Variables that are enlarged copies of others are not kept but computed again.
     """
     enlarged = _outputs(equation for equation in equations if _enlarges(equation, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged

@@ -146,7 +146,7 @@ def to_model_order(tree: Any, split: LayerSplit) -> Any:
 
 
 class _Exchange(NamedTuple):
-    """Exchange of an array's layers between stages; all of them are complete in between.
+    """Exchange of an array's layers between stages, via a layout with all layers on each stage.
 
     Attributes:
         stored: spec in execution order; () if each stage has all layers.
@@ -174,7 +174,7 @@ class _Exchange(NamedTuple):
 
     @classmethod
     def to_execution(cls, spec: P, shape: tuple[int, ...], mesh: Any) -> _Exchange:
-        """Return the exchange that `of` the stored array has, from its spec in model order."""
+        """Return the exchange from model order, where an array has `spec`, to execution order."""
         rest = [
             spec_over(P(entry), tuple(a for a in axes_of(P(entry)) if a != PIPELINE.name))
             for entry in spec[1:]
