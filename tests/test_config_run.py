@@ -106,6 +106,7 @@ PUBLISHED_NUM_PARAMS = {
     "llama3_70b": 70_553_706_496,
     "llama3_70b_128k": 70_553_706_496,
     "llama3_70b_pipeline": 70_553_706_496,
+    "llama3_405b_pipeline": 405_853_388_800,
     # Rank 16 in all products: 41,943,040 and 207,093,760 more, as PEFT prints.
     "llama3_8b_lora": 8_030_261_248 + 41_943_040,
     "llama3_8b_qlora": 8_030_261_248 + 41_943_040,
