@@ -84,7 +84,6 @@ def _source_of(name: str) -> Path | None:
 
 
 def _first_sentence(file: Path) -> str:
-    """Return the first sentence of a file's docstring without "`python -m ...`: "."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     line = doc.partition("\n\n")[0].replace("\n", " ")
     if line.startswith("`"):

@@ -11,8 +11,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
+from jaxdist.run.command_settings import CheckpointSettings
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.storage import read_url
@@ -20,16 +20,9 @@ from jaxdist.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(CheckpointSettings):
     """Checkpoint, data and devices."""
 
-    run: str = setting("", "run directory, or one of its checkpoints", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
-        "one",
-    )
     sources: list[str] = setting(
         [], "data to evaluate on, also as NAME=SOURCE; empty = the held-out rows of the run"
     )
@@ -44,10 +37,6 @@ class EvaluateConfig:
     global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(
         0, "number of batches, spread over the data; 0 = every row once", ge=0
-    )
-    mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
-    simulate: int = setting(
-        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

@@ -11,9 +11,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from jaxdist.run.text_settings import TextSettings
+from jaxdist.run.command_settings import CheckpointSettings, TextSettings
 from jaxdist.runtime import run_command
 from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.storage import file_system_problem, read_url
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(TextSettings):
+class GenerateConfig(CheckpointSettings, TextSettings):
     """Checkpoint, prompts, output and devices."""
 
-    run: str = setting("", "run directory, or one of its checkpoints", required=True)
     prompt: tuple[str, ...] = setting(
         (),
         "text to continue, or with --chat a user message; may be repeated; without any, the prompt "
@@ -52,16 +51,6 @@ class GenerateConfig(TextSettings):
     )
     system: str = setting("", "system message at the start of each conversation; needs --chat")
     batch_size: int = setting(32, "number of prompts per batch", ge=1)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "ema = moving average of the weights, raw = as trained, auto = the average if the run has "
-        "one",
-    )
-    mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
-    simulate: int = setting(
-        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
-    )
 
     def problems(self) -> list[str]:
         """Return violated rules beyond the bounds of each setting."""

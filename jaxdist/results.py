@@ -14,10 +14,10 @@ from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, settings_of_run
 from jaxdist.core.types import Model, Objective, Params
 from jaxdist.data.chat import BadRecord, checked_messages
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.metrics_log import current, decode, read_outline, stream_records
 from jaxdist.run.run_directory import RunDirectory, read_table
 from jaxdist.run.text_generation import make_decoder, open_writer
-from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, other_step, run_at
 from jaxdist.runtime.storage import Location, is_url
 from jaxdist.settings import ConfigError, read_settings

@@ -51,7 +51,6 @@ def named(path) -> str:
 
 
 def peft_tensors(config, params) -> dict[str, np.ndarray]:
-    """Return PEFT's tensors of the adapters in a tree of parameters."""
     flat = {f"params/{named(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     tensors = {}
     for module in peft_format.modules(config.model, config.lora):
@@ -78,7 +77,6 @@ def batches():
 
 
 def train(config, steps=STEPS):
-    """Return the losses, the parts, and the parameters before and after, in model order."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
     parts = assemble(config, jax.devices()[:number])
     state, losses = parts.init_state(), []
@@ -146,7 +144,6 @@ def train_with_peft(config, folder, before):
 
 
 def check_equal_to_peft(config, losses, after, expected, end) -> None:
-    """Compare losses, and parameters after training with PEFT's tensors."""
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     ours = peft_tensors(config, after)
     assert ours.keys() == end.keys()

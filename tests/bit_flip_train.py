@@ -8,31 +8,50 @@ import dataclasses
 import os
 
 import jax
-from test_resilience_sdc import flipped
+import numpy as np
 
 from jaxdist import runtime, train
 from jaxdist.run.monitoring.monitor import Monitor
 
-POSITION, STEP = map(int, os.environ["FLIP"].split(":"))
-real = Monitor.track_compiles
+
+def flipped(x: jax.Array, position: int, element: int = 3, bit: int = 0) -> jax.Array:
+    """Flip one bit of an array in one device's memory; `position`: index of the mesh's device."""
+    device = x.sharding.mesh.devices.flat[position]
+    parts = []
+    for shard in x.addressable_shards:
+        part = np.array(shard.data)
+        if shard.device == device:
+            words = part.reshape(-1).view(f"u{part.dtype.itemsize}")
+            words[element % words.size] ^= words.dtype.type(1 << bit)
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
-def damaged(self, function, name=None):
-    inner, done = real(self, function, name), []
+def flips_a_bit(track_compiles, position, at, bit):
+    """Return `Monitor.track_compiles` whose steps flip a bit of the head after step `at`."""
+    done = []
 
-    def step(state, *rest):
-        state, metrics = inner(state, *rest)
-        done.append(None)
-        if len(done) == STEP:
-            params = dict(state.params)
-            params["head"] = jax.tree.map(lambda x: flipped(x, POSITION, bit=3), params["head"])
-            state = dataclasses.replace(state, params=params)
-        return state, metrics
+    def damaged(self, function, name=None):
+        inner = track_compiles(self, function, name)
 
-    step.seconds, step.compile = 0.0, inner.compile  # as a tracker has
-    return step
+        def step(state, *rest):
+            state, metrics = inner(state, *rest)
+            done.append(None)
+            if len(done) == at:
+                params = dict(state.params)
+                params["head"] = jax.tree.map(
+                    lambda x: flipped(x, position, bit=bit), params["head"]
+                )
+                state = dataclasses.replace(state, params=params)
+            return state, metrics
+
+        step.seconds, step.compile = 0.0, inner.compile  # as a tracker has
+        return step
+
+    return damaged
 
 
 if __name__ == "__main__":
-    Monitor.track_compiles = damaged
+    position, at = map(int, os.environ["FLIP"].split(":"))
+    Monitor.track_compiles = flips_a_bit(Monitor.track_compiles, position, at, bit=3)
     runtime.run_command(train.main)

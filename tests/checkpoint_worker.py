@@ -67,7 +67,6 @@ def start_jax(settings):
 
 
 def make_run(settings):
-    """Return the initial state, its placement and a jitted step."""
     mesh = MeshSpec.parse(settings["mesh"]).build()
     split, replicated = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
     shape = (4, 64, settings["width"])
@@ -149,7 +148,6 @@ def work(settings):
 
 
 def committed_steps(directory):
-    """Return the committed steps, each with whether its files are intact."""
     intact = {}
     for step in manifest.steps_in(directory):
         files = json.loads((directory / step / manifest.FILE_NAME).read())["files"]
@@ -167,7 +165,6 @@ def flip_bit_of_newest(path):
 
 
 def run_in_forks(settings, starts):
-    """Run one child after another; record each exit status and the files it leaves behind."""
     for point, changes in starts:
         changed = {**settings, **changes}
         if point == "during_mark":

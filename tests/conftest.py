@@ -68,7 +68,6 @@ def test_data() -> Path:
 
 @pytest.fixture(scope="module")
 def server():
-    """Start an S3 server with an empty bucket; the environment contains its address."""
     with pytest.MonkeyPatch.context() as patch, object_servers.s3(patch) as address:
         yield address
 

@@ -19,7 +19,6 @@ class Operation:
         self.run, self.late, self.calls = run, late, []
 
     def bind(self, *operands, **settings):
-        """Compute the primitive's results and record the mask of the call."""
         self.calls.append(settings["mask_type"].name)
         return self.run(*operands, late=self.late, **settings)
 
@@ -33,7 +32,6 @@ def install(monkeypatch, *, late: bool = False) -> tuple[list[str], list[str]]:
 
 
 def forward(query, key, value, bias, *others, late, scale, mask_type, sliding_window_length, **_):
-    """Return (output, log-sum-exp)."""
     seq = sequences_of(query, key, *others[:4])
     scores, _, _ = scored(query, key, value, seq, late, scale, mask_type, sliding_window_length)
     lse = jnp.log(jnp.sum(jnp.exp(scores), -1))  # [batch, heads, queries]
@@ -46,7 +44,6 @@ def forward(query, key, value, bias, *others, late, scale, mask_type, sliding_wi
 
 
 def backward(query, key, value, bias, *others, late, scale, mask_type, sliding_window_length, **_):
-    """Return the gradients of query, key and value."""
     seq, (stats, out, cotangent) = sequences_of(query, key, *others[:4]), others[6:]
     scores, k, v = scored(query, key, value, seq, late, scale, mask_type, sliding_window_length)
     lse = stats if seq is None else seq[0].in_row(stats)
@@ -92,7 +89,6 @@ def spread(x, query):
 
 
 def sequences_of(query, key, q_lengths, k_lengths, q_firsts, k_firsts):
-    """Return the sequences of the queries and of the keys; None if rows are not packed."""
     if q_firsts.ndim < 2:
         return None
     assert q_lengths.dtype == k_lengths.dtype == q_firsts.dtype == k_firsts.dtype == jnp.int32
@@ -133,6 +129,5 @@ class Sequences:
         return jnp.where(jnp.arange(self.seq) < self.lengths[:, None, None], values, jnp.nan)
 
     def in_row(self, stats):
-        """Invert `by_position`."""
         row, position = jnp.clip(self.owner, 0), jnp.clip(self.position, 0, self.seq - 1)
         return jnp.moveaxis(stats[row, :, position], -1, 1)

@@ -54,8 +54,6 @@ def pristine(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(pristine, tmp_path):
-    """Return a fresh copy of a directory with checkpoints 2 and 4, its log, and `open`."""
-
     class Run:
         path = tmp_path / "checkpoints"
 

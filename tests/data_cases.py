@@ -47,7 +47,6 @@ def rows(*, seq_len, seed):
 
 
 def write_sources(folder: Path) -> None:
-    """Write the files of `CASES`."""
     (folder / "text.txt").write_bytes(bytes(1 + i * 37 % 100 for i in range(5000)))
     (folder / "other.txt").write_bytes(bytes(33 + i * i % 89 for i in range(1700)))
     lines = [json.dumps({"text": chr(65 + i % 57) * (1 + i * 7 % 40)}) for i in range(300)]
@@ -72,7 +71,6 @@ def write_sources(folder: Path) -> None:
 
 
 def open_case(name: str, **changes):
-    """Return the training dataset of a case, with changed settings."""
     return open_datasets(DataConfig(**CASES[name] | changes), seq_len=16, seed=3)[0]
 
 
@@ -93,7 +91,6 @@ def laid_out(rows: dict, sharding: NamedSharding) -> dict:
 
 
 def write_text(folder: Path) -> Path:
-    """Write a text of 1000 different-looking bytes without byte 0."""
     path = folder / "text.txt"
     path.write_bytes(bytes(1 + i * 37 % 100 for i in range(1000)))
     return path

@@ -229,13 +229,11 @@ def inject(
 
 
 def finish(job: Job, timeout_s: float = 600.0) -> int:
-    """Let the rest of the run finish quickly; return the launcher's exit code."""
     job.pace(0.0)
     return job.wait_for_end(timeout_s)
 
 
 def findings(run_dir: Path) -> list[dict]:
-    """Return the events that report a problem of the run."""
     return [r for r in read_records(run_dir / "metrics.jsonl") if r.get("event") in FINDINGS]
 
 

@@ -26,7 +26,6 @@ CHATML = """\
 
 
 def write_tokenizer(path: Path, texts, vocab_size: int = 320, template: str = "") -> None:
-    """Write the files of a tokenizer: byte-level BPE with ChatML's special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -52,7 +51,6 @@ def write_tokenizer(path: Path, texts, vocab_size: int = 320, template: str = ""
 
 
 def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: float = 1.0) -> None:
-    """Write a model directory in Hugging Face's layout, with random weights."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(write_config(config, "float32")))
     rng = np.random.default_rng(0)
@@ -68,7 +66,6 @@ def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: floa
 
 
 def rewrite_tensors(path: Path, change) -> None:
-    """Change a directory's tensors, name -> values, in the file."""
     values = {name: tensor.read() for name, tensor in safetensors.open_all(path).items()}
     change(values)
     tensors = {name: safetensors.Tensor(x.shape, x.dtype, [x]) for name, x in values.items()}

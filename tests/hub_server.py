@@ -55,13 +55,11 @@ class Hub:
     stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def store(self, kind: str, repo: str, folder: Path, commit: str, branch: str = "main") -> None:
-        """Add a commit, and make it the head of a branch."""
         self.folders[kind, repo, commit] = folder
         self.branches[kind, repo, branch] = commit
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables of a process that uses the hub."""
         names = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
         return {"HF_ENDPOINT": self.address, **names}
 
@@ -81,7 +79,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(has_body=True)
 
     def do_POST(self) -> None:
-        """Create a repository, or add a commit to its main branch."""
         path = self.path.partition("?")[0]
         body = self.rfile.read(int(self.headers["Content-Length"]))
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -183,7 +180,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def hub_in_use(folder: Path, monkeypatch) -> Iterator[Hub]:
-    """Serve an empty hub to this process; `folder` gets its caches."""
     from huggingface_hub import constants
 
     from jaxdist.data import hub_sets
@@ -226,7 +222,6 @@ def tag_of(file: Path) -> str:
 
 @contextlib.contextmanager
 def local_hub() -> Iterator[Hub]:
-    """Serve an empty hub."""
     hub = Hub()
     handler = functools.partial(_Handler, hub)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -56,11 +56,7 @@ def container(manifest: dict) -> dict:
     return only
 
 
-# --- how Kubernetes runs it -----------------------------------------------------------------------
-
-
 def labels_of(index: int, restarts: int, uid: str) -> dict[str, str]:
-    """Return the labels of one pod as Job (1.28) and JobSet set them; `uid` is the Job's."""
     return {
         "batch.kubernetes.io/job-completion-index": str(index),
         "batch.kubernetes.io/controller-uid": uid,
@@ -88,7 +84,6 @@ def environ_of(
 
 
 def words_of(manifest: dict) -> list[str]:
-    """Return the command line of one pod."""
     only = container(manifest)
     return [unescaped(word) for word in (*only["command"], *only["args"])]
 

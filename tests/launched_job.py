@@ -33,13 +33,11 @@ TRAIN = [
 
 
 def training(*flags: str) -> list[str]:
-    """Return the tiny training job's flags; these flags replace those of the same name."""
     names = {flag.partition("=")[0] for flag in flags}
     return [flag for flag in TRAIN if flag.partition("=")[0] not in names] + list(flags)
 
 
 def workers_of(launcher: int) -> list[int]:
-    """Return the ids of a launcher's training processes: children and forks of its server."""
     words = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     pids = []
     try:
@@ -54,7 +52,6 @@ def workers_of(launcher: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of a process's children, in the order of their starts."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -88,7 +85,6 @@ class Job:
             self.bring_back()
 
     def start(self, *flags: str) -> None:
-        """Start the same command again, with launcher flags before the dashes."""
         own = [
             *("--nproc-per-node=2", "--backoff-s=0.1", "--max-backoff-s=1", "--max-restarts=20"),
             *(*flags, "--"),
@@ -122,22 +118,18 @@ class Job:
         return pids if len(pids) == 2 else []
 
     def output(self, since: int = 0) -> str:
-        """Return the console output from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)
             return file.read().decode(errors="replace")
 
     def position(self) -> int:
-        """Return the current end of the console output."""
         return self.console.stat().st_size if self.console.exists() else 0
 
     def num_bytes(self) -> int:
-        """Return the size of the records so far."""
         path = self.run_dir / "metrics.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def trains(self, since: int) -> bool:
-        """Return whether a train record was written after that many bytes."""
         try:
             with open(self.run_dir / "metrics.jsonl", "rb") as file:
                 file.seek(since)
@@ -146,7 +138,6 @@ class Job:
             return False
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> float:
-        """Wait until the condition holds and return the seconds that took."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() > began + timeout_s:
@@ -155,11 +146,9 @@ class Job:
         return time.monotonic() - began
 
     def wait_for_line(self, pattern: str, since: int, timeout_s: float = DETECT_S) -> float:
-        """Wait until a console line matches and return the seconds that took."""
         return self.wait(lambda: re.search(pattern, self.output(since)), pattern, timeout_s)
 
     def wait_for_end(self, timeout_s: float = RECOVER_S) -> int:
-        """Return the launcher's exit code."""
         self.wait(lambda: self.process.poll() is not None, "the launcher ends", timeout_s)
         return self.process.returncode
 
@@ -189,15 +178,12 @@ class Job:
             rest.unlink()
 
     def take_away(self) -> None:
-        """Unmount the run's file system; open files stay open."""
         subprocess.run(["umount", "--lazy", str(self.mount)], check=True)
 
     def bring_back(self) -> None:
-        """Mount the run's file system again."""
         _mount("--bind", str(self._disk), str(self.mount))
 
     def close(self) -> None:
-        """End remaining processes and unmount."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -117,7 +117,6 @@ def run(job: dict, parts) -> dict:
 
 
 def leaf_digests(state) -> dict[str, str]:
-    """Return the SHA-256 of each leaf, gathered on the host of every process."""
     import jax
 
     from jaxdist.checkpoint import pytree

@@ -30,7 +30,6 @@ SWITCH = "10.78.0.254"
 
 
 def missing() -> str:
-    """Return the reason why such hosts cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces joined by a cable need root"
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
@@ -116,7 +115,6 @@ class Hosts:
         return _enter(self.process.pid, "mount", "net", "uts")
 
     def listen_beside(self) -> socket.socket:
-        """Return a socket of this process that listens at `SWITCH`, for all hosts."""
         made: list[socket.socket] = []
 
         def listen() -> None:  # runs in a separate thread, which moves to the other network
@@ -131,11 +129,9 @@ class Hosts:
         return made[0]
 
     def inside(self, host: int) -> list[str]:
-        """Return the prefix of a command that runs on a host."""
         return [*_enter(self.process.pid, "mount"), *_enter(self.pids[host], "net", "uts")]
 
     def start(self, host: int, command: list[str], console: Path, **options) -> subprocess.Popen:
-        """Start a command on a host with its output in a file."""
         with open(console, "ab") as words:
             process = subprocess.Popen(
                 [*self.inside(host), *command],
@@ -145,11 +141,9 @@ class Hosts:
         return process
 
     def cut(self, host: int) -> None:
-        """Cut the cable of a host: packets are lost, and neither side is notified."""
         self._run("ip", "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Reconnect the cable of a host."""
         self._run("ip", "link", "set", f"port{host}", "up")
 
     def _run(self, *command: str) -> None:
@@ -178,9 +172,6 @@ def _run(*command: str) -> None:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-# --- the process that holds the namespaces --------------------------------------------------------
 
 
 def _hold(folder: Path) -> None:

@@ -15,7 +15,6 @@ from jaxdist.runtime.storage import Location, Locked, locate
 
 
 def upload(folder: Path, url: str) -> Location:
-    """Copy the files of a directory to an object store."""
     for file in folder.rglob("*"):
         if file.is_file():
             (locate(url) / file.relative_to(folder)).write(file.read_bytes())
@@ -23,7 +22,6 @@ def upload(folder: Path, url: str) -> Location:
 
 
 def history(folder) -> list:
-    """Return the results of a sequence of operations."""
     answers = [folder.entries(), folder.files(), folder.exists(), (folder / "a").version()]
     (folder / "b" / "c").make_directory()
     for name in ("b/c/2", "b/1", "a", "ab"):

@@ -51,7 +51,6 @@ def serving(command: list[str], address: str) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run an S3 server with a bucket, set credentials in the environment, and yield its address."""
     with s3_process(environment) as (address, _):
         yield address
 
@@ -229,8 +228,6 @@ def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
 
 @contextlib.contextmanager
 def slow(address: str, seconds: float) -> Iterator[str]:
-    """Run a proxy that delays each response by `seconds`; yield its address."""
-
     def answer(request: Message, ask) -> Message:
         time.sleep(seconds)
         return ask(request)

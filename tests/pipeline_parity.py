@@ -152,7 +152,6 @@ def make_parts(case: Case) -> tuple[Any, ...]:
 
 
 def placed_params(case: Case, model: Any, layout: Any, plan: Any) -> Any:
-    """Return the parameters of a case on its devices, with layers in execution order."""
     import jax
     import optax
 
@@ -166,7 +165,6 @@ def placed_params(case: Case, model: Any, layout: Any, plan: Any) -> Any:
 
 
 def lowered(case: Case) -> Any:
-    """Return the traced value and gradient of a case, and its arguments on the devices."""
     import jax
     import jax.numpy as jnp
 
@@ -185,7 +183,6 @@ def lowered(case: Case) -> Any:
 
 
 def gradients(case: Case) -> tuple[Any, Any, Any]:
-    """Return (sums, gradients of the mean loss, their norm) of one step, on the host."""
     import jax
 
     from jaxdist.core.parallel.pipeline.virtual_stages import to_model_order
@@ -198,7 +195,6 @@ def gradients(case: Case) -> tuple[Any, Any, Any]:
 
 
 def evaluation(case: Case) -> Any:
-    """Return the sums of an evaluation step, on the host."""
     import jax
 
     from jaxdist.core.parallel.context import place_batch
@@ -214,7 +210,6 @@ def evaluation(case: Case) -> Any:
 
 @functools.cache
 def reference(case: Case) -> tuple[Any, Any, Any]:
-    """Return the same on one device in float32, without a pipeline."""
     return gradients(Case(mesh="dp=1", family=case.family, layers=case.layers, rows=case.rows))
 
 
@@ -236,7 +231,6 @@ class Difference:
 
 
 def compare(case: Case) -> Difference:
-    """Compare a pipeline's step with one device's."""
     import jax
 
     sums, grads, norm = gradients(case)
@@ -283,7 +277,6 @@ def combined(i: int, j: int, num_stages: int) -> Case:
 
 
 def cross(num_stages: int) -> list[Case]:
-    """Combine every schedule with every strategy on this many stages."""
     pairs = itertools.product(range(len(SCHEDULES)), range(len(STRATEGIES)))
     return [combined(i, j, num_stages) for i, j in pairs]
 
@@ -299,7 +292,6 @@ def cover() -> list[Case]:
 
 
 def parse(text: str) -> list[Case]:
-    """Return the cases that an argument names."""
     kind, _, rest = text.partition(":")
     if kind == "cross":
         return cross(int(rest))

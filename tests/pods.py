@@ -59,7 +59,6 @@ class Pod:
         self.start()
 
     def start(self) -> None:
-        """Start the container, with a new console."""
         folder = self.cluster.folder
         self.console = folder / f"console-{len(list(folder.glob('console-*')))}-{self.name}.log"
         command = [*_CONTAINER, *words_of(self.cluster.manifest)]
@@ -84,7 +83,6 @@ class Pod:
                 yield f"mount -t tmpfs tmpfs {mount_path}"
 
     def signal(self, number: int) -> None:
-        """Send a signal to the first process of the container."""
         path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         for child in Path(path).read_text().split():
             os.kill(int(child), number)
@@ -120,7 +118,6 @@ class Cluster:
         folder.mkdir()
 
     def start(self) -> None:
-        """Create a new Job and its pods, each on a node; those without a node ("") stay pending."""
         self._labels = [self.restarts, str(uuid.uuid4())]
         self.pods = {}
         for index in range(self.size):
@@ -128,7 +125,6 @@ class Cluster:
                 self.create(index)
 
     def create(self, index: int) -> None:
-        """Create a new pod of the present Job, with an empty disk."""
         node = self.nodes[index]
         self.pods[index] = Pod(self, index, node, labels_of(index, *self._labels))
 
@@ -137,7 +133,6 @@ class Cluster:
         self.pods[index].signal(signal.SIGTERM)
 
     def kill(self, index: int) -> None:
-        """End a container at once."""
         self.pods[index].signal(signal.SIGKILL)
 
     def lose(self, index: int, instead: str) -> None:
@@ -148,7 +143,6 @@ class Cluster:
         del self.pods[index]
 
     def restart_containers(self) -> None:
-        """Wait until all containers have ended, then start them again in their pods."""
         self._wait_for_ends(PATIENCE_S)
         self.log.append("in place")
         for one in self.pods.values():
@@ -177,8 +171,6 @@ class Cluster:
             self.start()
 
     def wait_for_line(self, index: int, pattern: str) -> None:
-        """Wait until the present container of a pod has printed the pattern."""
-
         def has_printed() -> bool:
             matches = re.search(pattern, self.pods[index].output()) is not None
             assert matches or self.pods[index].code() is None, self.outputs()
@@ -195,7 +187,6 @@ class Cluster:
             time.sleep(0.05)
 
     def outputs(self) -> str:
-        """Return the controllers' log and the end of each pod's output."""
         ends = [f"{one.console.name}\n{one.output()[-3000:]}" for one in self.pods.values()]
         return "\n".join([*self.log, *ends])
 
@@ -204,7 +195,6 @@ class Cluster:
         self.wait(ended, "all pods have ended", timeout_s)
 
     def _actions(self) -> set[str]:
-        """Return the actions that the ended pods' exit codes require."""
         codes = {one.code() for one in self.pods.values()} - {None}
         return {outcome(self.manifest, code) if code else "done" for code in codes}
 

@@ -31,7 +31,6 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def missing() -> str:
-    """Return why no cluster can run here, or an empty text if one can."""
     absent = [name for name in (*PROGRAMS, "ip") if shutil.which(name, path=SEARCH) is None]
     if absent:
         return (
@@ -139,7 +138,6 @@ class RealSlurm:
         self.process.wait()
 
     def run(self, *command: str, check: bool = True, **environ: str) -> str:
-        """Return the output of a command on the controller, run in the `jobs` directory."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         enter = ["nsenter", f"--target={children.split()[0]}"]
         if os.geteuid() != 0:
@@ -156,16 +154,13 @@ class RealSlurm:
         return done.stdout
 
     def submit(self, script: Path, **environ: str) -> str:
-        """Submit a script and return the job id."""
         return self.run("sbatch", "--parsable", str(script), **environ).strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Return the output of `scontrol show job`."""
         words = self.run("scontrol", "-o", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job_id: str, states: tuple[str, ...] = ENDED, timeout_s: float = 180) -> str:
-        """Wait until a job has one of these states and return it."""
         until = time.monotonic() + timeout_s
         while (state := self.job(job_id)["JobState"]) not in states:
             if time.monotonic() > until:
@@ -174,14 +169,12 @@ class RealSlurm:
         return state
 
     def output(self, job_id: str) -> str:
-        """Return the job's output so far."""
         return "".join(
             path.read_text(errors="replace")
             for path in (self.root / "jobs").glob(f"*-{job_id}.out")
         )
 
     def power_off(self, node: int) -> None:
-        """Kill everything that runs on a node, at once."""
         self.run("kill", "-KILL", (self.root / f"run/n{node}.init").read_text())
 
     def _write(self) -> None:
@@ -214,9 +207,6 @@ class RealSlurm:
             time.sleep(0.1)
             with contextlib.suppress(IndexError, RuntimeError, OSError):
                 states_now = self.run("sinfo", "-h", "-N", "-o", "%T")
-
-
-# --- process 1 of the namespaces ------------------------------------------------------------------
 
 
 def _bind(source: Path | str, target: Path | str, kind: str | None = None) -> None:

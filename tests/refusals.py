@@ -1,12 +1,31 @@
 """Check refusals by the facts they name: a setting, a file, the actual and the allowed value."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jaxdist import runtime
 from jaxdist.settings import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch, tmp_path):
+    """Fail a test whose command would join a job or change the devices."""
+
+    def started(*_, **__):
+        pytest.fail("the command went on although its settings are wrong")
+
+    monkeypatch.setattr(runtime, "join", started)
+    monkeypatch.setattr(runtime, "simulate", started)
+    monkeypatch.chdir(tmp_path)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -22,11 +41,9 @@ def refused(
 
 
 def snapshot(directory: Path) -> dict[str, bytes | None]:
-    """Return path -> content of each file, None for a directory."""
     paths = sorted(directory.rglob("*"))
     return {str(p.relative_to(directory)): None if p.is_dir() else p.read_bytes() for p in paths}
 
 
 def missing(text: str, *facts: object) -> list[str]:
-    """Return the items of `facts` that `text` does not name."""
     return [fact for fact in map(str, facts) if fact not in text]

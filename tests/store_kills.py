@@ -57,7 +57,6 @@ def run(settings: dict, starts: list) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Return the records; skip a line that a kill truncated."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
@@ -71,7 +70,6 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 
 def kills_in(records: list[dict]) -> list[Kill]:
-    """Return the kills of a run, from its records."""
     kills: list[Kill] = []
     began, newest = None, None  # start step of the present records; newest step before it
     was_flipped = False

@@ -111,7 +111,6 @@ MESH_LORA = dict(ranks=["v_proj=3"], token_ids=[90, 3])  # on both devices of tp
 
 @pytest.fixture(scope="module")
 def alone(base_of):
-    """Return a function: variant -> losses on one device."""
     return functools.cache(
         lambda variant: train(config_of(base_of("mesh"), **MESH_LORA, variant=variant))[0]
     )

@@ -256,7 +256,6 @@ def test_progress_bar_replaces_lines_of_steps_and_evaluations(monkeypatch, capsy
 
 @pytest.mark.slow
 def test_snippets_of_python_page_run(monkeypatch, tmp_path):
-    """Run every snippet of docs/python.md in order, at a small size."""
     small = {k: v for k, v in TINY.items() if k not in ("model", "train")}
     small["override"] = ["audit"]
     real = api.train

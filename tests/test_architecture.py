@@ -39,7 +39,6 @@ MAX_POSITIONAL = 7
 
 
 def name_of(path: Path) -> str:
-    """Return a file's module name below the package: `core.mesh`; `__init__.py` is its package."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -47,7 +46,6 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def layer_of(module: str) -> int:
-    """Return the position of a module's folder; entry points come last."""
     folder = module.partition(".")[0]
     return len(LAYERS) if folder in ENTRY_POINTS else LAYERS.index(folder)
 
@@ -162,7 +160,6 @@ def test_the_package_holds_its_layers_and_entry_points():
 
 
 def too_many_positional(source: str) -> list[str]:
-    """Return functions and dataclasses with more than `MAX_POSITIONAL` positional arguments."""
     problems = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -288,7 +285,6 @@ BY_HAND = re.compile(
 
 
 def formatted_by_hand(source: str) -> list[str]:
-    """Return f-strings of a source that format a share, a size or a byte rate themselves."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.JoinedStr)]
     values = (node.value for node in nodes if isinstance(node, ast.Constant))
@@ -321,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_490,
-    "package code lines": 46_325,
-    "test lines": 48_385,
+    "package lines": 65_217,
+    "package code lines": 46_268,
+    "test lines": 47_415,
     "two-way folder pairs": 0,
     "settings of a run": 155,
 }

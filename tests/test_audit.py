@@ -64,9 +64,6 @@ def parts_of(mesh="dp=2,tp=2", *, model=None, zero=0, sequence=True, **train):
     return assemble(config, jax.devices()[: MeshSpec.parse(mesh).num_devices], model=built)
 
 
-# --- states ---
-
-
 def test_join_is_commutative_and_adds_no_claim():
     states = [ZERO, CONSTANT, EQUAL, INDEX, PARTIAL, VARYING, split(0), split(0, 1), split(2)]
     states += [split(0) | ROW, split(0, 1) | ROW]
@@ -76,9 +73,6 @@ def test_join_is_commutative_and_adds_no_claim():
         assert join(ZERO, a) == a and join(VARYING, a) == VARYING
     assert join(PARTIAL, EQUAL) == VARYING
     assert join(split(0), split(2)) == VARYING and join(split(0, 1), split(0)) == split(0)
-
-
-# --- correct steps ---
 
 
 @pytest.mark.parametrize(
@@ -123,9 +117,6 @@ def test_one_row_per_device_has_no_false_positive():
     assert audit_parts(assemble(read_run(flags, command="test"), jax.devices())).violations == []
 
 
-# --- planted faults ---
-
-
 @pytest.mark.parametrize(
     "mesh, sequence, kind",
     [
@@ -164,9 +155,6 @@ def test_run_with_violation_exits_with_2(monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_mesh(parts_of("dp=2"))
     assert any(missing(line, "summed twice", "data") == [] for line in error.value.problems)
-
-
-# --- wrong custom models: patterns that public stacks have shipped (Megatron-LM#7452) ---
 
 
 def counted_on_every_device(params, x, aux, context):
@@ -289,9 +277,6 @@ def test_intentionally_device_local_value_passes():
         assert audit.is_clean == is_clean
 
 
-# --- traffic ---
-
-
 def test_traffic_table_counts_collectives_and_bytes():
     audit = audit_parts(parts_of("fsdp=4"))
     moved = {(t.purpose, t.kind): t for t in audit.transfers}
@@ -331,9 +316,6 @@ def test_attention_traffic_is_named_in_every_file(file):
         source_info=SimpleNamespace(traceback=SimpleNamespace(frames=[frame])),
     )
     assert step.purpose_of(equation) == "attention over split rows"
-
-
-# --- the command ---
 
 
 def test_command_prints_one_json_object_and_exits_with_0():

@@ -34,12 +34,7 @@ def config_on(mesh, num_microbatches=1):
     )
 
 
-# --- models that jax's types refuse while they are traced ---
-
-
 def scanned(layer):
-    """Return a head that loops over the layers itself."""
-
     def head(params, _, batch, context):
         x = context.split(params["table"][batch["tokens"]])
         body = lambda x, weights: (layer(weights, x, context), None)
@@ -123,9 +118,6 @@ def test_the_sum_of_an_empty_array_is_no_omitted_sum(mesh):
         config_on(mesh), jax.devices()[: MeshSpec.parse(mesh).num_devices], model=model
     )
     assert check_mesh(parts).violations == []
-
-
-# --- wrong sums that the traced step does not show ---
 
 
 def reduced_by(op):

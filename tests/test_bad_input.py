@@ -3,14 +3,13 @@
 A message contains the value, the allowed values and the fix. Commands exit with code 2.
 """
 
-import gzip
 import importlib
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from refusals import nothing_starts  # noqa: F401
 
 from jaxdist import runtime
 from jaxdist.settings import ConfigError
@@ -23,34 +22,13 @@ FIXES = (
 """Words with which a message begins what to do."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch):
-    """Fail a test whose command would join a job or change the devices."""
-
-    def started(*_):
-        pytest.fail("the command went on although its settings are wrong")
-
-    monkeypatch.setattr(runtime, "join", started)
-    monkeypatch.setattr(runtime, "simulate", started)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Set the current directory to that of a user with a few files, good and bad."""
     monkeypatch.chdir(tmp_path)
     files = {
         "good.txt": "some text to train on\n" * 50,
-        "empty.txt": "",
-        "notes.json": "{}",
-        "rows.jsonl": '{"body": "the field is not called text"}\n',
-        "broken.jsonl": '{"text": "fine"}\n{"text": \n',
         "mixed/a.jsonl": '{"text": "x"}\n',
         "mixed/b.txt": "y",
-        "bad_tokenizer.json": '{"version": ',
         "a/run/readme.txt": "no config here",
         "rules.toml": "[train]\nsteps = 0\n[optim]\nbeta1 = 1.5\n[model]\nmlp_dim = 0\n",
     }
@@ -58,7 +36,6 @@ def folder(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 500)[:-20])
     (tmp_path / "tokens.bin").write_bytes(bytes(range(256)))
     (tmp_path / "cifar").mkdir()
     (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(b"\0" * 3073)
@@ -80,8 +57,6 @@ def refusal(command, argv, capsys):
 
 
 MESH = {  # tests/test_mesh.py covers the notation
-    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use pp"),
-    "rest does not divide": (["--simulate=8", "--mesh=dp=-1,tp=3"], "multiply to 3", "Choose"),
     "too many devices": (
         ["--simulate=8", "--mesh=dp=4,tp=4"], "needs 16 devices, 8 are", "--mesh dp=2,tp=4"),
     "too few devices": (["--simulate=8", "--mesh=dp=4"], "needs 4 devices", "--mesh dp=8"),
@@ -142,12 +117,7 @@ RULES = {
 }  # fmt: skip
 
 DATA = {
-    "source missing": (["--data.sources=nope.txt"], "'nope.txt', which does not exist", "Check"),
-    "no source": (["--data.sources="], "data.sources is empty", 'Use ["stdlib"]'),
-    "weights": (["--data.mixture_weights=1,2"], "2 numbers for 1 sources", "Add or remove"),
-    "weight negative": (["--data.mixture_weights=-1"], "must be 0 or more", "Use a number"),
     "held out": (["--data.eval_fraction=1"], "eval_fraction=1.0", "at least 0 and below 1"),
-    "tokenizer missing": (["--data.tokenizer=gpt2.json"], "'gpt2.json' is not a file", "Check"),
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
     "resnet depth": (
         ["--model=resnet", "--data.sources=cifar", "--model.depth=21"], "model.depth=21", "Use 20"),
@@ -171,19 +141,7 @@ OTHERS = {
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
     "data nothing": ("data", [], "SOURCES is missing", "Use python -m jaxdist.data SOURCES"),
     "data no source": ("data", ["nope.txt", "--out=t"], "'nope.txt'", "Check the path"),
-    "data empty": ("data", ["empty.txt", "--out=t"], "empty.txt", "Check the path"),
-    "data .json": ("data", ["notes.json", "--out=t"], "notes.json", "Rename it"),
-    "data field": ("data", ["rows.jsonl", "--out=t"], "rows.jsonl", "text"),
-    "data broken line": ("data", ["broken.jsonl", "--out=t"], "broken.jsonl", "line 2"),
-    "data cut gzip": ("data", ["cut.jsonl.gz", "--out=t"], "cut.jsonl.gz", "again"),
-    "data kinds": ("data", ["mixed", "--out=t"], "mixes kinds of files", "Select one kind"),
-    "data tokenizer": (
-        "data", ["good.txt", "--out=t", "--tokenizer=bad_tokenizer.json"], "bad_tok", "token"),
     "data out exists": ("data", ["good.txt", "--out=mixed"], "--out mixed exists", "Choose"),
-    "data two tokenizers": (
-        "data", ["good.txt", "--out=t", "--train-bpe=9", "--tokenizer=x.json"], "x.json", "Remove"),
-    "data BPE too large": (
-        "data", ["good.txt", "--out=t", "--train-bpe=9000"], "--train-bpe 9000", "or less"),
 }  # fmt: skip
 
 

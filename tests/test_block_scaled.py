@@ -37,7 +37,6 @@ def precision(matmul_dtype: str) -> PrecisionConfig:
 
 
 def rounded(x: np.ndarray, kind: str, axis: int = -1) -> np.ndarray:
-    """Round x [...] in blocks along an axis, in float64, independently of the product."""
     x = np.moveaxis(x.astype(np.float64), axis, -1)
     size = {"mxfp8": 32, "nvfp4": 16}[kind]
     length = x.shape[-1]

@@ -79,7 +79,6 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def reference():
-    """Return (params, sums, gradients of the mean objective) of a plain loop over layers."""
     model, batch = make_model(), make_batch()
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 

@@ -66,7 +66,6 @@ def layout(name: str) -> tuple:
 
 
 def state_on(name: str, seed: int = 0) -> dict:
-    """Return a state in which every leaf has different values, placed by a layout."""
     params = numpy_params(seed)
     opt_state = optax.adamw(1e-3).init(jax.tree.map(jnp.asarray, params))
     counter = itertools.count(1)
@@ -91,7 +90,6 @@ def abstract_on(name: str, state) -> dict:
 
 
 def bits(tree) -> list[bytes]:
-    """Return every leaf's bytes on the host."""
     raw = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for x in jax.tree.leaves(tree)
@@ -105,7 +103,6 @@ def checkpointer(path, **settings) -> Checkpointer:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Write step 7 from each layout; return layout -> directory, and the state's bits."""
     written = {}
 
     def directory(name: str):
@@ -140,7 +137,6 @@ def test_every_leaf_is_bit_identical_on_another_mesh(saved, source, target):
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read through system calls since it began."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
@@ -267,9 +263,6 @@ def test_restore_casts_to_the_requested_dtype(tmp_path):
     writer.close()
 
 
-# -- mismatches ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def two_parts(tmp_path):
     state = small_state()
@@ -329,9 +322,6 @@ def test_non_array_leaf_is_rejected(tmp_path):
     with pytest.raises(TypeError, match=r"params\.a\.b"):
         writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
     writer.close()
-
-
-# -- retention, and the report of a save -----------------------------------------------------------
 
 
 def test_retention_on_disk_survives_a_restart(tmp_path):

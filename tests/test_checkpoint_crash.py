@@ -47,7 +47,6 @@ class Run:
         ]
 
     def finish(self, **changes) -> list[dict]:
-        """Run to the end; return the records that this start wrote."""
         before = len(self.records())
         processes = self.start(**changes)
         errors = [process.communicate(timeout=180)[1] for process in processes]
@@ -60,7 +59,6 @@ class Run:
 
 
 def value(records: list[dict], key: str, default=None):
-    """Return the last value of a key."""
     return next((r[key] for r in reversed(records) if key in r), default)
 
 

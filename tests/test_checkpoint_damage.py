@@ -74,7 +74,6 @@ def data_file_of(checkpoint: Path, value: np.ndarray) -> tuple[Path, int]:
 
 
 def commit_with_wrong_arrays(checkpoint: Path) -> None:
-    """Flip a bit of an array and commit the files in that state."""
     file, at = data_file_of(checkpoint, state_at(4)["params"]["w"])
     data = bytearray(file.read_bytes())
     data[at + 100] ^= 1

@@ -31,11 +31,8 @@ from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import locate
 
-# -- saves that fail -------------------------------------------------------------------------------
-
 
 def untouched(run, pristine) -> None:
-    """Assert that checkpoints 2 and 4 are unchanged."""
     for step in STEPS:
         for file in all_files(pristine / str(step)):
             copy = run.path / file.relative_to(pristine)
@@ -314,8 +311,6 @@ def test_a_full_disk_damages_no_older_checkpoint(tmp_path, monkeypatch, rejected
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
-
-# -- one run per directory -------------------------------------------------------------------------
 
 HOLDER = """
 import sys, time

@@ -20,16 +20,12 @@ def schedule(**settings) -> SaveSchedule:
 
 
 def saves_of(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
-    """Return (step, reason) of every save; step s ends at the s-th time."""
     saves = []
     for step, now in enumerate(times, 1):
         if due := schedule.due(step, now):
             schedule.saved(step, due, now)
             saves.append((step, due))
     return saves
-
-
-# -- schedule --------------------------------------------------------------------------------------
 
 
 def test_saves_are_due_at_the_multiples_of_the_interval_and_halfway():
@@ -99,9 +95,6 @@ def test_local_saves_are_due_by_minutes_between_durable_ones():
     assert saves_of(off, times) == [(12, "interval")]
 
 
-# -- steps lost by a crash -------------------------------------------------------------------------
-
-
 def most_lost(write_steps: int, steps: int, **settings) -> int:
     """Return the steps lost by a crash at the worst moment, if a write takes `write_steps`.
 
@@ -134,11 +127,7 @@ def test_a_crash_never_costs_more_than_one_interval(interval):
         assert waiting <= interval
 
 
-# -- retention -------------------------------------------------------------------------------------
-
-
 def kept(steps, metrics=None, halfway=(), **settings) -> list[int]:
-    """Return the checkpoints that remain after each was added and followed by a clean-up."""
     config = CheckpointConfig(**settings)
     alive: dict[int, Saved] = {}
     for step in steps:

@@ -81,7 +81,6 @@ LAYER_INDEX = {"conv_1": 0, "conv_2": 3, "dense_1": 7, "dense_2": 9}
 
 
 def from_torch(network, config, read=lambda weight: weight.detach()):
-    """Return our tree of the network's weights, or of their gradients if `read` returns them."""
     tree = {}
     for name, index in LAYER_INDEX.items():
         kernel, bias = (read(w).numpy() for w in (network[index].weight, network[index].bias))
@@ -106,7 +105,6 @@ def torch_loss(torch, network, batch):
 
 
 def assert_trees_close(ours, expected, tolerance):
-    """Check each leaf within `tolerance` of its largest entry."""
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         own = ours
@@ -228,7 +226,6 @@ def cifar():
 
 
 def epochs(images):
-    """Yield the batches of the recipe, the same for both sides; drop the ragged end of an epoch."""
     rng = np.random.default_rng(0)
     for _ in range(EPOCHS):
         order = rng.permutation(images.num_rows)

@@ -67,7 +67,6 @@ def harmed(leaf, generator, kind):
 
 
 def with_fault(parts, step, seed, kind):
-    """Return parts whose train step corrupts a random tensor after `step` steps, and its name."""
     generator, named = np.random.default_rng(seed), []
 
     def train(state, batch, limit):

@@ -100,9 +100,6 @@ def one_problem(*argv, **kwargs):
     return line
 
 
-# ---- values ----
-
-
 def test_no_arguments_give_the_defaults():
     assert read() == Job()
 
@@ -185,9 +182,6 @@ def test_a_base_replaces_the_defaults():
 def test_positional_arguments_fill_named_fields():
     assert read("wall", positional=("name",)).name == "wall"
     assert "takes NAME" in one_problem("wall", "door", positional=("name",))
-
-
-# ---- problems: one message, each with value, allowed values, fix ----
 
 
 def test_every_problem_is_in_one_message(tmp_path):
@@ -286,9 +280,6 @@ def test_rules_about_an_unreadable_value_are_skipped():
     assert len(lines) == 2 and "num_coats='x'" in lines[0] and "shape.side=0.0" in lines[1]
 
 
-# ---- help and writing ----
-
-
 def full_help():
     return help_text(Job, "paint", "Paints things.", ALIASES)
 
@@ -359,9 +350,6 @@ def test_written_settings_read_back_equal(tmp_path):
 def test_infinite_numbers_are_rejected_without_bounds_too():
     with refused("shape.side=inf"):
         read("--shape.side=inf")
-
-
-# -- flags of a command line with unknown settings -------------------------------------------------
 
 
 @pytest.mark.parametrize(

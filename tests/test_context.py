@@ -4,8 +4,12 @@ Attention alone is compared with the dense softmax over complete rows, for every
 the complete step with the hand-written reference of `tiny.py`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -65,27 +69,22 @@ def rows(heads: int, kv_heads: int):
 
 
 def pulled(attend, *inputs):
-    """Return the output and the gradients of query, key and value for inputs of `inputs_of`."""
     query, key, value, cotangent, segments = inputs
     out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
     return out, back(cotangent)
 
 
 def inputs_of(heads: str, is_packed: bool):
-    """Return query, key, value, cotangent and documents; None if rows hold one document."""
     *arrays, segments = rows(*HEADS[heads])
     return *arrays, segments if is_packed else None
 
 
 def value_and_grads(attend, heads: str, is_packed: bool):
-    """Return the output of an `attend` on complete rows, and its gradients."""
     return jax.device_get(jax.jit(functools.partial(pulled, attend))(*inputs_of(heads, is_packed)))
 
 
 @functools.cache
 def dense(mask: str, heads: str, is_packed: bool):
-    """Return the same computed by a softmax over the full score matrix."""
-
     def attend(query, key, value, segments):
         each = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
@@ -99,7 +98,6 @@ def dense(mask: str, heads: str, is_packed: bool):
 
 
 def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
-    """Return the same computed by devices that share the rows."""
     mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
     attend = make_attend(AttentionPlan("cpu", exchange=plan))
     order = np.concatenate(
@@ -166,9 +164,6 @@ def test_the_layer_number_selects_window_or_none():
     """The program of shared rows contains both; the layer number is a runtime value."""
     actual = shared(PLANS["ring"], "layer 0 of two", "grouped", False)
     assert apart(actual, dense("newest 9", "grouped", False)) <= CLOSE
-
-
-# --- one device -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -249,9 +244,6 @@ def test_blocks_that_no_query_sees_are_skipped():
     near = seen(blockwise.Rule(True, 65))
     assert np.array_equal(near, np.tri(16, dtype=bool) & ~np.tri(16, k=-2, dtype=bool))
     assert int(seen(blockwise.Rule(), document).sum()) == 2 * 36
-
-
-# --- the complete step ----------------------------------------------------------------------------
 
 
 def is_legal(mesh: str, exchange: str, model: str, zero: int, **_) -> bool:
@@ -344,3 +336,19 @@ def test_ring_traffic_is_equal_to_the_formula(model):
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
     _, moved = traffic(text, layout_of(case).mesh_spec.sizes)["collective-permute", "context"]
     assert moved == model.num_layers * (3 + 3 + 3) * each
+
+
+HEAD_DIM = 8
+
+
+def test_tiles_compare_no_positions_and_transpose_no_scores() -> None:
+    """Otherwise XLA:CPU compares positions for each score, and transposes products in memory."""
+    length = 2 * tiled.TILE
+    kinds = [jax.ShapeDtypeStruct((1, length, n, HEAD_DIM), jnp.float32) for n in (4, 2, 2)]
+    loss = lambda *x: jnp.sum(tiled.attend(*x, None, blockwise.Rule()))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*kinds).as_text()
+    assert program.count("dot_general") >= 2 * 7  # two tiles, forward and backward
+    assert "stablehlo.iota" not in program
+    transposed = re.findall(r"stablehlo.transpose.*-> tensor<([0-9x]+)xf32>", program)
+    largest = max(math.prod(map(int, shape.split("x"))) for shape in transposed)
+    assert largest <= length * 4 * HEAD_DIM < 4 * tiled.TILE**2

@@ -66,7 +66,6 @@ def test_ring_with_failed_comparison_uses_blockwise_kernel():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record masks of the kernel's calls, forward and backward; choose it for any dtype."""
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: ("cudnn", ""))
     return cudnn_stand_in.install(monkeypatch)
 
@@ -175,7 +174,6 @@ def test_planted_fault_in_cudnn_ring_is_detected(calls, plant, plan, mask, is_pa
 
 
 def lowered(window: int, is_packed: bool) -> str:
-    """Lower a ring of four over rows of 1,024 and its gradients for a GPU, without a GPU."""
     mesh = MeshSpec(context=4).build(jax.devices()[:4])
     attend = make_attend(AttentionPlan("gpu", "9.0", PLANS["ring"]))
 

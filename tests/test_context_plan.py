@@ -114,7 +114,6 @@ def long_rows(heads: int, kv_heads: int, **shape) -> RunConfig:
 
 
 def committed(exchange: str) -> float:
-    """Return the committed GiB of XLA:GPU's buffer assignment for a million tokens."""
     page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
     table = page.partition("## One row of 1,048,576 tokens")[2]
     return float(re.search(rf"^\| {exchange} \| \w+ \| ([\d.]+) \|", table, re.M)[1])

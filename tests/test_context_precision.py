@@ -46,7 +46,6 @@ def test_float16_over_shared_rows_finds_a_loss_scale_and_matches_one_device(monk
 
 
 def trained(case: Case, steps: int = 16) -> dict[str, list]:
-    """Return the loss scales, which updates were applied, and their losses, in float16."""
     step, state = step_of(case, precision=PrecisionConfig(compute_dtype="float16"))
     batch = place_batch(text_batch(), step.batch_sharding)
     seen: dict[str, list] = {"losses": [], "scales": [], "applied": []}

@@ -49,7 +49,6 @@ def state(offset: float = 0.0) -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Save checkpoints 1 and 2, which differ in one array and the metadata."""
     path = tmp_path_factory.mktemp("run")
     writer = Checkpointer(path / "checkpoints", CheckpointConfig(), **QUIET)
     for step, offset in ((1, 0.0), (2, 0.5)):
@@ -225,8 +224,6 @@ def test_consolidated_files_open_in_the_safetensors_library(run, tmp_path):
     np.testing.assert_array_equal(tensors["layers.w"], state(0.5)["params"]["layers"]["w"])
 
 
-# -- reshard ---------------------------------------------------------------------------------------
-
 SMALL = (
     *("--model.num_layers=4", "--model.d_model=32", "--train.seq_len=32", "--mesh=fsdp=2"),
     *("--train.global_batch_size=16", "--train.num_microbatches=2"),
@@ -235,7 +232,6 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict]:
-    """Save a run directory as training does (fsdp=2); return it and its state's host values."""
     path = tmp_path_factory.mktemp("trained")
     config = read_run(SMALL, command="test")
     parts = assemble(config, jax.devices()[:2])
@@ -323,9 +319,6 @@ def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     assert manifest.steps_in(locate(tmp_path / "out" / "checkpoints")) == []
 
 
-# -- blocks ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4, 3), (1, 1, 9), (2, 100)])
 @pytest.mark.parametrize("limit", [1, 20, 50, 10**6])
 def test_blocks_are_row_major_cover_all_and_stay_small(shape, limit):
@@ -355,8 +348,6 @@ def test_prime_number_of_rows_is_not_split_into_single_rows():
     assert even_chunk((50257, 768), 4, 16 << 20) == (50257, 48)
     assert even_chunk((4096, 4096), 4, 16 << 20) == (1024, 4096)
 
-
-# -- bad input -------------------------------------------------------------------------------------
 
 WRONG = {
     "unknown_verb": (["reshrad", "a"], "reshrad", "mean reshard"),
@@ -420,7 +411,6 @@ def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
 
 
 def begun(folder: Path) -> Path:
-    """Create the files of a killed command: a marker and part of a checkpoint."""
     with pytest.raises(KeyboardInterrupt), making_run(locate(folder)):
         (folder / "checkpoints" / "0").mkdir()
         (folder / "checkpoints" / "0" / "part").write_text("half")

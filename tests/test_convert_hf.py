@@ -122,7 +122,6 @@ def test_rare_variants_equal_transformers_both_ways(name, tmp_path):
 
 
 def tree_of(folder) -> dict:
-    """Return our parameters from complete tensors, on the host."""
     from test_huggingface import joined
 
     params: dict = {}
@@ -206,7 +205,7 @@ def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
     settings = stored_run(tmp_path / "run" / "config.toml")
     mesh = dataclasses.replace(settings.mesh, shape="fsdp=4,tp=2")
     parts = assemble(dataclasses.replace(settings, mesh=mesh), jax.devices()[:8])
-    params = parts.stored_params(str(tmp_path / "run"))
+    params = parts.stored_params(str(tmp_path / "run"), parts.abstract_state().params, [])
     table = params["embed"]["table"]
     assert table.dtype == np.float32 and len(table.sharding.device_set) == 8
     expected = safetensors.open_all(tmp_path / "in")["model.embed_tokens.weight"].read()
@@ -214,7 +213,8 @@ def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
     other = dataclasses.replace(settings.model, mlp_dim=64)
     wrong = assemble(dataclasses.replace(settings, mesh=mesh, model=other), jax.devices()[:8])
     with refused("params/layers/mlp/up", "[2, 32, 2, 48]", "[2, 32, 2, 64]", num_problems=2):
-        wrong.stored_params(str(tmp_path / "run" / "checkpoints" / "0"))
+        checkpoint = str(tmp_path / "run" / "checkpoints" / "0")
+        wrong.stored_params(checkpoint, wrong.abstract_state().params, [])
 
 
 @pytest.mark.slow
@@ -322,7 +322,6 @@ print("peak", next(line for line in lines if line.startswith("VmHWM")).split()[1
 
 
 def peak_bytes(*words) -> int:
-    """Return the peak resident memory of a conversion in a separate process."""
     command = [sys.executable, "-c", MEASURED, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ from jaxdist.settings import ConfigError
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Return a builder of objects in three simulated processes, and the store that they share."""
     store = KeyValueStore()
     state = types.SimpleNamespace(client=store, process_id=0, num_processes=3)
     monkeypatch.setattr(service, "_state", lambda: state)
@@ -36,7 +35,6 @@ def processes(monkeypatch):
 
 @pytest.fixture
 def barriers(processes, monkeypatch):
-    """Return the barriers of three processes."""
     monkeypatch.setattr(group, "_POLL_S", 0.02)
     make, _ = processes
     made = make(lambda: Barrier("test"))
@@ -46,7 +44,6 @@ def barriers(processes, monkeypatch):
 
 
 def wait_at_barrier(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
-    """Return the result of each process when all wait at the barrier once."""
     ended: dict[int, str] = {}
 
     def wait(barrier):
@@ -90,7 +87,6 @@ def test_barrier_times_out_if_a_process_is_missing(barriers):
 
 
 def call_in_parallel(groups, call) -> list:
-    """Return the result or the error of `call` in each process; all run at the same time."""
     results: list = [None] * len(groups)
 
     def run(process_id):

@@ -49,7 +49,6 @@ ROWS = {
 
 
 def segments_of(*rows, padding: int = 0) -> np.ndarray:
-    """Return int32 [rows, LENGTH] of documents with these lengths; the last `padding` are 0."""
     segments = np.array([np.repeat(np.arange(1, len(row) + 1), row) for row in rows], np.int32)
     segments[:, LENGTH - padding :] = 0
     return segments
@@ -78,7 +77,6 @@ def test_sequences_match_document_boundaries(name, padding):
 
 
 def pulled(attend, inputs):
-    """Return the output, and gradients of query, key and value."""
     query, key, value, cotangent = inputs
     out, back = jax.vjp(attend, query, key, value)
     return [np.asarray(x) for x in (out, *back(cotangent))]

@@ -46,7 +46,6 @@ def example(**args):
 
 
 def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
-    """Return losses and gradient norms of some steps, and the last state."""
     model = example()
     spec = MeshSpec.parse(mesh)
     layout = Layout(

@@ -22,9 +22,6 @@ def text(tmp_path):
     return write_text(tmp_path)
 
 
-# --- order
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_each_epoch_uses_every_row_once(size):
     order = Order([size], [], seed=3)
@@ -103,9 +100,6 @@ def test_mixing_continues_after_a_period():
     assert len(np.unique(rows)) == 140_000
 
 
-# --- rows
-
-
 def test_stream_rows_are_consecutive_windows_and_targets_the_next_token(text):
     train, held = open_text(text, eval_fraction=0.0)
     stream = np.frombuffer(text.read_bytes() + b"\0", np.uint8)
@@ -171,7 +165,6 @@ def test_eval_sources_replace_the_held_out_part(text, tmp_path):
 
 
 def documents_file(tmp_path, lengths):
-    """Write documents; document i has `length` bytes, all of value i+1."""
     path = tmp_path / "documents.jsonl"
     lines = [json.dumps({"text": chr(i + 1) * n}) for i, n in enumerate(lengths)]
     path.write_text("\n".join(lines))
@@ -179,7 +172,6 @@ def documents_file(tmp_path, lengths):
 
 
 def check_packed(batch):
-    """Check each position of a packed batch of `documents_file`."""
     for tokens, targets, weights, segments, positions in zip(
         *(batch[k] for k in ("tokens", "targets", "weights", "segments", "positions")), strict=True
     ):

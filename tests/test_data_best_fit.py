@@ -14,7 +14,6 @@ from jaxdist.data.packing import fit_documents
 
 
 def write_corpus(folder, lengths, weights=None):
-    """Write a folder of documents of these lengths, tokens 0, 1, ... modulo 251."""
     folder.mkdir()
     total, ends = int(lengths.sum()), np.cumsum(lengths)
     (np.arange(total) % 251).astype("u1").tofile(folder / "tokens-00000.bin")

@@ -62,14 +62,12 @@ def chats(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Write a tokenizer's files, without a template."""
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(path, [text for talk in TALKS for _, text in talk])
     return path
 
 
 def with_template(folder, tmp_path, source: str, form: str):
-    """Write the tokenizer's files with a template, in one of its possible locations."""
     target = tmp_path / f"with-{form}"
     target.mkdir()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -85,9 +83,6 @@ def with_template(folder, tmp_path, source: str, form: str):
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
     (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     return target
-
-
-# --- one conversation
 
 
 @pytest.mark.parametrize("talk", range(len(TALKS)))
@@ -116,7 +111,6 @@ def load_template_tokenizer(path):
 
 
 def learned(tokenizer, tokens, weights) -> list[str]:
-    """Return the runs of tokens that count in the loss, as texts, special tokens included."""
     runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(weights)) + 1)
     inner = tokenizer._inner
     return [
@@ -205,9 +199,6 @@ def test_plain_template_is_used_if_a_tokenizer_has_none(folder):
     assert isinstance(load_template("plain", tokenizer), PlainTemplate)
     tokens, weights = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
     assert learned(tokenizer, tokens, weights) == [TALKS[0][-1][1] + "<|im_end|>"]
-
-
-# --- rows
 
 
 def expected_stream(records) -> tuple[bytes, np.ndarray, list[int]]:
@@ -388,8 +379,6 @@ def test_unknown_columns_are_rejected_and_metadata_is_ignored(tmp_path):
     with refused("pairs.parquet:2 ", "context"):
         open_datasets(DataConfig(**settings), seq_len=4)
 
-
-# --- refusals
 
 ASK = {"role": "user", "content": "a"}
 SAY = {"role": "assistant", "content": "b"}

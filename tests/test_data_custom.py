@@ -312,7 +312,6 @@ def test_only_a_custom_model_accepts_targets_that_are_no_classes():
 
 
 def train_regression(**settings):
-    """Train by gradient descent on all rows at once, one row on each device."""
     optim = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "peak_lr": 0.1}
     settings = {
         "model": {"kind": "custom", "factory": "my_rows:regression"},
@@ -349,9 +348,6 @@ def test_a_run_on_rows_truncated_to_integers_is_not_resumed_on_floats(monkeypatc
         train_regression(steps=2)
     with refused("the data changed", "content"):
         train_regression(steps=4)
-
-
-# --- streams: grain.IterDataset
 
 
 def starts(loader, count):
@@ -423,7 +419,6 @@ def test_shards_follow_the_rows_that_processes_hold():
 
 
 def hugging_face_rows():
-    """Return 40 rows of `datasets`, of 3 to 17 tokens, and their arrays from the definition."""
     datasets = pytest.importorskip("datasets", reason="needs .[reference] (datasets)")
     random = np.random.default_rng(0)
     rows, expected = [], []

@@ -252,7 +252,6 @@ def test_pipes_and_devices_are_rejected_as_settings_files(tmp_path, flag):
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """Create complete folders of a model, of tokens and of images."""
     root = tmp_path_factory.mktemp("complete")
     write_model(root / "model", FAMILIES["llama3.1"])
     write_tokenizer(root / "model", ["ab"])

@@ -26,7 +26,6 @@ def real_data() -> Path:
 
 
 def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.multiarray"):
-    """Write random images in both formats; return (pixels [files, count, 3072], labels)."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (6, count, 3072), np.uint8)
     labels = rng.integers(0, 10, (6, count))

@@ -26,7 +26,6 @@ def dataset(tmp_path):
 
 
 def walk(dataset, steps, *, mesh="dp=2", seed=3, **start) -> tuple[list[Link], dict]:
-    """Return the links of `steps` batches, and the loader's state as stored in a checkpoint."""
     loader = Loader(
         dataset, global_batch_size=BATCH, seed=seed, sharding=sharding_on(mesh), **start
     )
@@ -90,7 +89,6 @@ def test_new_data_continue_the_chain(dataset, tmp_path):
 
 
 def run_directory(path, dataset_flags, links, dataset, seed=3):
-    """Write the files that the check of a recorded ledger reads."""
     from jaxdist.config import read_run
     from jaxdist.settings import write_toml
 

@@ -325,9 +325,6 @@ def test_a_batch_that_does_not_divide_is_refused(text):
     assert next(iter(alone))["tokens"].shape[0] == 1
 
 
-# --- evaluation
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
 def test_evaluation_counts_each_row_once(text, mesh, packing):
@@ -360,8 +357,6 @@ def test_an_evaluation_that_stops_early_ends_its_thread(text):
     batches.close()
     assert threading.active_count() == before
 
-
-# --- many processes
 
 WORKER = textwrap.dedent(
     """

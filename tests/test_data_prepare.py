@@ -65,7 +65,6 @@ def cifar_archive() -> bytes:
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Hub:
-    """Serve small files under the names of the shipped data sets."""
     rows = [f"text {number} of a page. " * 20 for number in range(200)]
     folder = tmp_path / "set" / "sample" / "10BT"
     folder.mkdir(parents=True)

@@ -106,9 +106,6 @@ def test_text_without_line_ends_is_split_between_characters(tmp_path, monkeypatc
     assert "".join(p.text for p in pieces) == "€" * 1000
 
 
-# --- corpora
-
-
 def write(files, folder, **settings):
     write_corpus(files, folder, TextEncoder(ByteTokenizer(), "text"), **settings)
     return Corpus(folder)
@@ -241,9 +238,6 @@ def test_truncated_or_foreign_corpus_is_rejected(tmp_path):
         Corpus(folder)
 
 
-# --- the command
-
-
 def test_corpus_folder_of_the_command_trains_like_the_text(tmp_path, capsys):
     source = write_source(tmp_path, "txt", ["some text\n"] * 100)
     out = tmp_path / "tokens"
@@ -305,12 +299,6 @@ def test_command_exits_with_2_on_bad_input_and_leaves_no_files(tmp_path, options
     assert sorted(tmp_path.iterdir()) == [source]
 
 
-def test_the_command_never_overwrites(tmp_path):
-    source = write_source(tmp_path, "txt")
-    with refused("exists"):
-        main([str(source), "--out", str(tmp_path)])
-
-
 @pytest.mark.parametrize(
     ("number", "error"), [(errno.EACCES, ConfigError), (errno.ENOSPC, OSError)]
 )
@@ -323,9 +311,6 @@ def test_unwritable_folder_is_reported_by_name(tmp_path, monkeypatch, number, er
     with pytest.raises(error, match=os.strerror(number)) as failure:
         main([str(source), f"--out={tmp_path / 'out'}"])
     assert str(tmp_path / "out") in str(failure.value)
-
-
-# --- refusals
 
 
 def save(name, data):
@@ -445,19 +430,6 @@ def test_config_reports_all_problems_at_once():
     for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
         config = DataConfig(sources=["stdlib"] * 2, mixture_weights=weights)
         assert len(problems_of(config, "data")) == 1
-
-
-def test_importing_the_package_loads_no_heavy_library():
-    code = (
-        "import sys, jaxdist.data\n"
-        "heavy = ('flax', 'orbax', 'grain', 'pyarrow', 'tokenizers', 'jinja2')\n"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert out.stdout.strip() == "[]"
 
 
 def test_unwritable_cache_is_reported_by_name(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
 from jaxdist.data.chat import PlainTemplate, encode_completion, load_template
 from jaxdist.data.corpus import Corpus
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.text_generation import Writer
-from jaxdist.run.text_settings import TextSettings
 
 BOS, EOS = 1, 2
 TEXTS = ["return x", "ab\ncd"]
@@ -23,7 +23,6 @@ TEXTS = ["return x", "ab\ncd"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Create a tokenizer like Llama 2's: sentencepiece spaces, bytes, and <s> before each text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

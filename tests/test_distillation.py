@@ -53,7 +53,6 @@ def config_of(models, mesh="dp=1", microbatches=0, virtual=1, lora=0, teacher="t
 
 
 def batches():
-    """Yield batches; the first three targets of each row are not learned."""
     random = np.random.default_rng(5)
     weights = np.ones((ROWS, SEQ), np.float32)
     weights[:, :3] = 0
@@ -63,7 +62,6 @@ def batches():
 
 
 def train(config, steps=STEPS):
-    """Return the metrics of each step."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
     parts = with_teacher(assemble(config, jax.devices()[:number]), {})
     state, history = parts.init_state(), []

@@ -32,9 +32,6 @@ def severities(findings: list[Finding]) -> list[str]:
     return [finding.severity for finding in findings]
 
 
-# -- findings --------------------------------------------------------------------------------------
-
-
 def test_equal_findings_of_many_processes_are_merged_and_keep_their_hosts():
     shm = warning("shared memory", "64 MiB", "more")
     merged = merge(
@@ -67,9 +64,6 @@ def test_exit_code_is_one_for_errors_and_with_strict_for_warnings(findings, stri
 def test_a_warning_needs_a_fix():
     with pytest.raises(ValueError, match=r"^disk\b"):
         warning("disk", "slow", "")
-
-
-# -- environment variables -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,8 +159,6 @@ def test_an_unknown_xla_flag_is_detected_in_a_child_process():
     assert "xla_gpu_graph_level" in finding.text and "nknown flag" in finding.text
 
 
-# -- software --------------------------------------------------------------------------------------
-
 GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2"}
 CUDA = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "driver": "580.65.06"}
 
@@ -213,9 +205,6 @@ def test_the_process_with_different_code_is_reported():
     assert severities(findings) == ["error", "warning"]
     assert missing(findings[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
     assert severities(host.compare([("n0", same), ("n1", same)])) == ["ok"]
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def test_invalid_settings_are_rejected_together():
@@ -278,7 +267,6 @@ def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):
-    """Run two doctors with the environment of a local launch, on one directory or on two."""
     address = f"127.0.0.1:{free_port()}"
     started = []
     for i in range(2):

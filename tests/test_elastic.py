@@ -34,9 +34,6 @@ def a_run(
     )
 
 
-# --- the mesh: against exhaustive search ----------------------------------------------------------
-
-
 def best_by_search(requested: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:
     """Return (data, fsdp) of every best mesh by the rules in the README."""
     candidates = []
@@ -117,7 +114,6 @@ def test_no_device_takes_more_rows_at_once_and_the_batch_size_is_kept(
 
 
 def rows_at_once(config: RunConfig, spec: MeshSpec) -> int:
-    """Return the rows of one microbatch on one replica."""
     rows = config.train.global_batch_size // spec.num_replicas
     if spec["pipeline"] == 1:
         return rows // config.train.num_microbatches
@@ -192,11 +188,7 @@ def test_fewer_simulated_devices_are_accepted_for_an_elastic_mesh():
         read_run(flags, command="x")
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
 def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float], dict, object]:
-    """Return losses of some steps, an evaluation after them, and the parts."""
     parts = assemble(config, jax.devices()[:num_devices])
     train, held_out = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
     state = parts.init_state()

@@ -27,7 +27,6 @@ DECAY, STEPS = 0.75, 4
 
 
 def train_with_ema(mesh, poisoned=()):
-    """Return parameters and their average after each step, as numpy."""
     case = tiny.Case("cnn", mesh)
     step, state = tiny.step_of(case, ema_decay=DECAY)
     history = [jax.device_get((state.params, state.copies["ema"]))]

@@ -72,11 +72,7 @@ SECTIONS = {
 }
 
 
-# -- weights and state -----------------------------------------------------------------------------
-
-
 def state_bytes_of(config: RunConfig, devices) -> int:
-    """Return the bytes of the state on one device, from training's shapes and shardings."""
     state = assemble(config, devices).abstract_state()
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -184,9 +180,6 @@ def test_traced_decoder_matches_the_formulas(remat):
         assert costs_of(one).kept_per_layer() == expected
 
 
-# -- memory against the compiler ------------------------------------------------------------------
-
-
 def test_memory_is_within_ten_percent_of_the_gpu_compiler_and_mostly_five():
     """The committed numbers of the real compiler against the current formulas."""
     numbers = json.loads(plan_memory.NUMBERS.read_text())
@@ -237,9 +230,6 @@ def test_memory_fraction_comes_from_the_environment(monkeypatch):
     assert usable_bytes(job()) == pytest.approx((0.92 - 0.025) * memory)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert usable_bytes(job()) == pytest.approx((0.5 - 0.025) * memory)
-
-
-# -- time -----------------------------------------------------------------------------------------
 
 
 def test_matmuls_are_six_flops_per_weight_and_token():
@@ -321,9 +311,6 @@ def test_committed_table_matches_the_script():
         assert [float(x) for x in old] == pytest.approx([float(x) for x in new], abs=1.0)
 
 
-# -- search ---------------------------------------------------------------------------------------
-
-
 SMALL = dataclasses.replace(LLAMA, num_layers=8, d_model=512, num_heads=8, mlp_dim=2048)
 
 
@@ -402,9 +389,6 @@ def test_flags_of_a_choice_are_the_changed_settings():
     assert flags["mesh"] == str(result.best.job.spec)
     same = Candidate.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
     assert same.flags(base) == {"mesh": "dp=8"}
-
-
-# -- end to end ------------------------------------------------------------------------------------
 
 
 def test_attention_call_matches_the_blocks():

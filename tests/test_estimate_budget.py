@@ -34,7 +34,6 @@ LLAMA = DecoderConfig(
 
 
 def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> list:
-    """Return devices with the attributes that JAX gives them."""
     return [
         types.SimpleNamespace(
             platform="gpu",
@@ -48,7 +47,6 @@ def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> l
 
 
 def stats(arguments: float, output: float = 0, alias: float = 0) -> types.SimpleNamespace:
-    """Return a result of `memory_analysis()`."""
     return types.SimpleNamespace(
         argument_size_in_bytes=arguments,
         output_size_in_bytes=output,
@@ -334,7 +332,6 @@ def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, 
 
 
 def needed_state(run_dir) -> int:
-    """Return bytes of the float32 parameters and AdamW's two moments, from the run's settings."""
     from jaxdist.config import stored_run
 
     return 12 * num_params(stored_run(run_dir / "config.toml").build_model())

@@ -36,7 +36,6 @@ LAYER = {
 
 
 def build(*, seq_len: int, config: DecoderConfig = LLAMA) -> Model:
-    """Build a Llama without the package's layers; every projection is a separate array."""
     dims = {
         "width": config.d_model,
         "heads": config.num_heads,
@@ -94,7 +93,6 @@ def build(*, seq_len: int, config: DecoderConfig = LLAMA) -> Model:
 
 
 def both(mesh: str, seq_len: int = 1024, zero: int = 0, **train) -> list[Job]:
-    """Return the jobs of the built-in model and of the custom one."""
     spec = MeshSpec.parse(mesh)
     number = spec.num_devices
     cluster = parse_gpus(f"h100:{number if number <= 8 else f'{number // 8}x8'}")[0]

@@ -73,9 +73,6 @@ def test_estimated_traffic_includes_rematerialized_collectives(remat, sequence):
     assert moved(case) == {key: amount for key, (_, amount) in read.items()}
 
 
-# -- times of collectives --------------------------------------------------------------------------
-
-
 def test_collectives_between_nodes_take_longer_than_within_a_node():
     inside = job("dp=8", gpus="h100:1x8")
     between = job("dp=8", gpus="h100:8x1")

@@ -52,9 +52,9 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.time import model_flops_per_token
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.run.audit import audit_parts
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.setup import assemble
 from jaxdist.run.text_generation import Decoder
-from jaxdist.run.text_settings import TextSettings
 
 PART = 1e-6  # of the norm of a part's gradients: order of float32 sums
 LOSSES = 2e-6  # relative, over 20 steps: routers have no ties
@@ -62,7 +62,6 @@ PARTS = {"router", "up", "down", "shared_gate", "qkv", "table", "kernel"}
 
 
 def parts_of(tree) -> dict[str, list]:
-    """Return the leaves of a tree by the last part of their names."""
     parts: dict[str, list] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")[2]
@@ -71,7 +70,6 @@ def parts_of(tree) -> dict[str, list]:
 
 
 def relative_distance(ours, others) -> float:
-    """Return the norm of the difference of two lists of arrays, relative to the second."""
     norm = lambda parts: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in parts))
     return norm([a - b for a, b in zip(ours, others, strict=True)]) / norm(others)
 
@@ -143,7 +141,6 @@ ROUTERS = {
 
 @pytest.mark.parametrize("mesh", ["ep=8", "fsdp=2,ep=4", "dp=2,ep=2,tp=2"])
 def test_no_router_loses_a_token_or_its_gradient(mesh):
-    """Compare output and four gradients with a product of each token with every expert."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.array(rng.normal(size=shape), jnp.float32)
     inputs = (
@@ -263,7 +260,6 @@ def test_router_of_deepseek_equals_its_definition():
 
 
 def counts_of(name: str, params, batch) -> np.ndarray:
-    """Return the assignments of real tokens to each expert [layers, experts], in a plain loop."""
     model, chosen = model_of(name), []
 
     def experts(x, routing, *weights):

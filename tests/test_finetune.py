@@ -50,7 +50,6 @@ def config_of(family: str) -> DecoderConfig:
 
 
 def make_directory(path, family: str):
-    """Create a model directory with a tokenizer, its chat template, and conversations."""
     talks = [talk(number) for number in range(60)]
     write_model(path, config_of(family), scale=0.1)
     texts = [message["content"] for t in talks for message in t["messages"]]
@@ -68,7 +67,6 @@ def tune(path, run_dir, *flags) -> subprocess.CompletedProcess:
 
 
 def transformers_loss(path, rows) -> float:
-    """Return the mean loss of answers by transformers, each conversation alone."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     model = transformers.AutoModelForCausalLM.from_pretrained(

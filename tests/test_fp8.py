@@ -35,7 +35,6 @@ FORMATS = {fp8.E4M3: (ml_dtypes.float8_e4m3fn, 448.0), fp8.E5M2: (ml_dtypes.floa
 
 
 def rounded(x: np.ndarray, dtype=fp8.E4M3) -> np.ndarray:
-    """Round x [...] to 8 bits with one scale, in float64, independently of the product."""
     kind, top = FORMATS[dtype]
     scale = 2.0 ** np.ceil(np.log2(np.max(np.abs(x)).astype(np.float64) / top))
     return (x.astype(np.float64) / scale).astype(np.float32).astype(kind).astype(np.float64) * scale

@@ -31,7 +31,6 @@ def train_record(step: int) -> dict:
 
 @pytest.fixture
 def full(tmp_path):
-    """Return a records file whose writes fail for lack of space, until `free` is called."""
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
 

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -22,9 +21,8 @@ from commands import environment
 from hf_models import CHATML, write_model, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import nothing_starts, refused  # noqa: F401
 
-from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.core.mesh import MeshSpec
@@ -59,23 +57,6 @@ def bounded():
     assert time.process_time() - began < CPU_S
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < MEMORY_KB
 
-
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch, tmp_path):
-    def started(*_, **__):
-        pytest.fail("the command went on although its settings are wrong")
-
-    monkeypatch.setattr(runtime, "join", started)
-    monkeypatch.setattr(runtime, "simulate", started)
-    monkeypatch.chdir(tmp_path)
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-# --- a corpus of commands
 
 LONG, DIGITS = "x" * 300, "9" * 5000
 TRAIN = [
@@ -219,9 +200,6 @@ def test_a_closed_stdout_ends_help_quietly():
     assert done.stdout.splitlines()[-1][-3:] in ("141", "0", done.stdout[0] + "0")
 
 
-# --- templates
-
-
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -272,9 +250,6 @@ def test_a_broken_tokenizer_config_is_refused_or_left_out(
     (tmp_path / "tokenizer_config.json").write_bytes(settings_file)
     with bounded(), contextlib.suppress(ConfigError):
         load_template("auto", FileTokenizer(tmp_path / "tokenizer.json"))
-
-
-# --- weights
 
 
 @pytest.fixture
@@ -328,8 +303,6 @@ def test_a_safetensors_header_of_any_kind_is_refused(model, content):
     with bounded(), pytest.raises(ConfigError, match=r"model\.safetensors"):
         open_all(model)
 
-
-# --- hypothesis: anything at all
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

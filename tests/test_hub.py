@@ -29,7 +29,6 @@ SMALL = "--train.seq_len=64"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Write a model directory with a tokenizer, and unneeded files."""
     path = tmp_path_factory.mktemp("model")
     write_model(path, FAMILIES["llama3.1"])
     write_tokenizer(path, ["some text of a model"] * 4, 320)
@@ -67,7 +66,6 @@ def store(cache: Path, repo: str, folder: Path, commit: str, ref: str = "main") 
 
 
 def edit_copy(folder: Path, to: Path, **sizes: object) -> Path:
-    """Copy a model directory with other values in its config.json."""
     shutil.copytree(folder, to)
     config = json.loads((folder / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **sizes}))

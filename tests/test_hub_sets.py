@@ -33,7 +33,6 @@ OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Hub:
-    """Serve an empty hub; nothing is cached."""
     with hub_in_use(tmp_path, monkeypatch) as server:
         yield server
 
@@ -56,7 +55,6 @@ def write_lines(path: Path, rows: list[str]) -> Path:
 
 
 def write_set(folder: Path, num_files: int = 3) -> list[str]:
-    """Write a split of Parquet files and a small test split; return the texts of the first."""
     for number in range(num_files):
         name = f"train-{number:05d}-of-{num_files:05d}.parquet"
         write_parquet(folder / "data" / name, texts(number))

@@ -35,7 +35,6 @@ SEQ = 16
 
 @pytest.fixture
 def read_bytes(monkeypatch):
-    """Record the bytes read from tensors, one number per block."""
     counted = []
     read = safetensors.StoredTensor.read
 
@@ -104,9 +103,6 @@ def test_block_of_a_joined_tensor_is_read_from_its_sources(name):
             assert sum(x.size for x in reads) <= got.size  # less if there is padding
 
 
-# --- onto a mesh
-
-
 def target_of(config, mesh: str):
     spec = MeshSpec.parse(mesh)
     model = build(config, seq_len=SEQ)
@@ -119,7 +115,6 @@ def target_of(config, mesh: str):
 
 
 def joined(path) -> dict[str, np.ndarray]:
-    """Return every array of ours from complete tensors, on the host."""
     weights = open_weights(path)
     read = lambda piece: piece.join([weights.tensors[n].read() for n in piece.tensor_names])
     return {
@@ -324,8 +319,6 @@ def test_processes_that_see_different_files_are_rejected(tmp_path):
     for process in results:
         assert missing(process["refused"], "processes 1 see", "other files") == []
 
-
-# --- config.json
 
 LLAMA = write_config(FAMILIES["llama3.1"], "float32")
 GPT2 = write_config(FAMILIES["gpt2"], "float32")

@@ -108,7 +108,6 @@ MESHES = ["dp=8", "fsdp=8", "tp=4", "pp=2,fsdp=4", "dp=2,fsdp=2,tp=2", "cp=2,tp=
 
 @functools.cache
 def updated(optimizer, mesh, zero=0):
-    """Return parameters and optimizer state after three updates with the same gradients."""
     case = Case("four", mesh, zero=zero)
     model, layout = model_of(case.model), layout_of(case)
     config = OptimConfig(optimizer=optimizer, moment_dtype="int8", freeze=[])

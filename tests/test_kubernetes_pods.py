@@ -114,13 +114,11 @@ def records_in(run_dir) -> list[dict]:
 
 
 def bits_of(records: list[dict]) -> dict[int, tuple[str, str]]:
-    """Return step -> loss and gradient norm to the last bit."""
     numbers = lambda r: tuple(float(r[name]).hex() for name in ("loss", "grad_norm"))
     return {r["step"]: numbers(r) for r in records if r["kind"] == "train"}
 
 
 def restores_of(records: list[dict]) -> list[tuple[int, str]]:
-    """Return step and tier of each restore."""
     return [(r["step"], r.get("tier", "run")) for r in records if r.get("event") == "restore"]
 
 

@@ -179,22 +179,6 @@ def test_lost_peers_are_reported_with_their_hosts(tmp_path, listed, lost):
     assert result.details.startswith(words)
 
 
-def test_new_checkpoint_refills_the_retry_budget(tmp_path):
-    launched = Launched(
-        tmp_path,
-        """
-        if ATTEMPT < 4:
-            (RUN / "checkpoints" / str(10 * ATTEMPT) / "manifest.json").mkdir(parents=True)
-            raise OSError("lost a node")
-        """,
-        "--max-restarts=1",
-    )
-    code, _, err = launched.end()
-    assert code == 0
-    assert err.count("restart 1 of 1") == 4
-    assert "from checkpoint 30" in err
-
-
 def test_crash_loop_ends(tmp_path):
     launched = Launched(
         tmp_path,

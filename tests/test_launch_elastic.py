@@ -23,8 +23,6 @@ from jaxdist.tools.launch.membership import (
 )
 from jaxdist.tools.launch.rendezvous import Host
 
-# --- choice of hosts ------------------------------------------------------------------------------
-
 
 def a_host(rank: int, devices: int, nproc_per_node: int | None = None, gpus: bool = True) -> Host:
     nproc_per_node = devices if nproc_per_node is None else nproc_per_node
@@ -100,9 +98,6 @@ def test_ranges_without_a_legal_job_are_rejected():
     assert "--nnodes 1:1 × --nproc-per-node 3:3" in line and "1, 2, 4 devices" in line
     assert impossible(a_plan("1:4", "1:1"), LegalSizes(legal=[1, 2, 4], simulate=1)) == []
     assert impossible(plan, LegalSizes()) == []
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,7 +261,6 @@ return int((RUN / "finish").read_text())
 
 @pytest.fixture
 def start(tmp_path):
-    """Start launchers of one job of 1 to 2 hosts, and end them with the test."""
     started: list[Launched] = []
 
     def start(rank: int, *flags: str) -> Launched:

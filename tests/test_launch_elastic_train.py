@@ -79,7 +79,6 @@ def records(run_dir: Path) -> list[dict]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Return step -> loss; of a repeated step the last."""
     return {r["step"]: float(r["loss"]) for r in records(run_dir) if r["kind"] == "train"}
 
 
@@ -89,7 +88,6 @@ def elastic_events(run_dir: Path) -> list[dict]:
 
 @pytest.fixture
 def hosts():
-    """Return launchers that are killed at the end of the test in any case."""
     started: list[Launcher] = []
     yield started
     for host in started:

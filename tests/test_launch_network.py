@@ -102,7 +102,6 @@ def hosts(tmp_path):
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory):
-    """Return the step results of a run without faults."""
     folder = tmp_path_factory.mktemp("uncut")
     with Hosts(folder / "hosts", NAMES) as running:
         run = Run(running, folder / "job")

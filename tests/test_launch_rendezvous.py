@@ -113,7 +113,6 @@ class World:
         return self.living[rank]
 
     def kill(self, rank: int) -> None:
-        """Remove a launcher without notice, like a power failure."""
         del self.living[rank]
 
     def run(self, seconds: float) -> None:

@@ -29,7 +29,6 @@ MESHES = [
 
 
 def measure(case, batch):
-    """Return the statistics after the first and the second step, measured every second step."""
     step, state = tiny.step_of(case, layer_statistics_steps=2)
     spec, virtual = MeshSpec.parse(case.mesh), case.pipeline.num_virtual_stages
     split = LayerSplit.of(tiny.model_of(case.model).num_layers, spec["pipeline"], virtual)
@@ -41,7 +40,6 @@ def measure(case, batch):
 
 
 def norms_of(tree):
-    """Return parameter -> norm of each layer, or of the array if it is not stacked."""
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x, np.float64)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)

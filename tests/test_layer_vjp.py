@@ -13,7 +13,6 @@ from jaxdist.core.parallel.pipeline.layer_vjp import layer_vjp
 
 
 def layer(weights, x, constants):
-    """Compute a gated layer with a norm, a cast weight, random bits and a constant."""
     key, angle = constants
     normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * weights["scale"]
     kept = jax.random.bernoulli(key, 0.7, x.shape)

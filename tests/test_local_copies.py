@@ -134,9 +134,6 @@ def test_failure_domain_is_host_and_rack(environ, rack, host):
     assert failure_domain_of(environ, "n7") == FailureDomain(rack, host)
 
 
-# -- the plan --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mesh", "zero", "any_hosts", "fatal"),
     [

@@ -24,8 +24,6 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.coordination.transfer import FileServer, connected
 from jaxdist.runtime.storage import locate
 
-# -- selection of the save -------------------------------------------------------------------------
-
 
 def test_the_newest_generation_precedes_the_newest_step():
     inventories = [
@@ -53,9 +51,6 @@ def test_saves_of_repeated_steps_do_not_count(tmp_path):
     (tmp_path / lineage.FILE_NAME).write_text("{")
     stranger = lineage.read(directory)
     assert stranger.run != "a" and stranger.resumed_from == []
-
-
-# -- files and their transfer to another host ------------------------------------------------------
 
 
 def store_with(path: Path, *saves: Save) -> LocalStore:
@@ -143,9 +138,6 @@ def test_a_connection_cut_within_a_file_leaves_no_save(tmp_path):
     assert other.held() == []
 
 
-# -- saves and restores of one process -------------------------------------------------------------
-
-
 def state_of(step: int, mesh: str = "fsdp=2") -> dict:
     spec = MeshSpec.parse(mesh)
     built = spec.build(jax.devices()[: spec.num_devices])
@@ -201,7 +193,6 @@ class Job:
         opened.close()
 
     def resume(self, mesh: str = "fsdp=2", **settings) -> tuple[int | None, Checkpointer]:
-        """Return the step that a start resumes from and check its bits; the caller closes."""
         opened = self.open(**settings)
         target = target_of(state_of(0, mesh))
         step = opened.choose(lambda: target)

@@ -49,7 +49,6 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> list[dict]:
-    """Return the records of a run of one process that is never killed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     (records,) = run_plan(folder, [{"do": "run", "processes": 1, "steps": 12}])
     return records

@@ -70,7 +70,6 @@ def test_weight_gradient_equals_numpy(rows: int, inner: int, outer: int) -> None
 
 
 def _has_custom_gradient(dims: str, x: jax.Array, w: jax.Array, **options) -> bool:
-    """Return whether the product has a custom gradient rather than JAX's."""
     total = lambda x, w: jnp.sum(cpu.dot(dims, x, w, **options))
     return "optimization_barrier" in str(jax.make_jaxpr(jax.grad(total, 1))(x, w))
 
@@ -87,7 +86,6 @@ def test_other_dims_and_dtypes_are_left_to_the_plain_product() -> None:
 
 
 def _num_cosines(num_layers: int) -> int:
-    """Count the cosine operations in the compiled step."""
     config = RunConfig(
         model=DecoderConfig(
             vocab_size=64, d_model=32, num_layers=num_layers, num_heads=2, num_kv_heads=2

@@ -43,7 +43,6 @@ TOLERANCE = 2e-5  # the numerics contract for 20 steps on another mesh
 
 
 def work(path: Path, jobs: list[dict], *, devices: int, processes: int = 1) -> list[dict]:
-    """Run jobs in one group of processes and return the record of each."""
     out = path / f"records-{len(list(path.glob('records-*')))}.jsonl"
     settings = {"devices": devices, "processes": processes, "jobs": jobs, "out": str(out)}
     settings["data"] = str(path / "texts.jsonl")

@@ -37,7 +37,6 @@ EXPERT_KEYS = {
 
 
 def reference_of(name, config):
-    """Return the Hugging Face model of a config with random weights."""
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
     common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
     if name.startswith("gpt2"):
@@ -128,7 +127,6 @@ def reference_of(name, config):
 
 
 def gemma_keys(name, config):
-    """Return the keys of a Gemma config other than the sizes."""
     keys = dict(
         head_dim=config.head_width,
         query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_width,
@@ -145,7 +143,6 @@ def gemma_keys(name, config):
 
 
 def params_of(reference, name, config):
-    """Return our parameters from the weights of a Hugging Face model."""
     weights = {key: value.numpy() for key, value in reference.state_dict().items()}
     read = gpt2_layer if name == "gpt2" else llama_layer
     layers = [read(weights, index, config) for index in range(config.num_layers)]
@@ -238,7 +235,6 @@ def gpt2_layer(weights, index, config):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    """Return name, config, reference, our model and parameters, tokens, reference logits."""
     config = FAMILIES[request.param]
     reference = reference_of(request.param, config)
     params = params_of(reference, request.param, config)

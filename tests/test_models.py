@@ -132,7 +132,6 @@ def test_query_scale_of_gemma_is_not_rounded_to_bfloat16():
 
 
 def packed_batch():
-    """Return two rows: documents of 5 and 9 tokens with 2 of padding, and one document."""
     tokens = random_tokens(2, 16, seed=3)
     lengths = [[5, 9], [16]]
     segments, positions = np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)
@@ -360,7 +359,6 @@ DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=
 
 
 def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
-    """Return sums and gradients of the train step's differentiated part on a mesh."""
     num_microbatches = layout.pop("num_microbatches", 1)
     model = dataclasses.replace(build(config, seq_len=16), **layout.pop("change", {}))
     spec = MeshSpec.parse(mesh)

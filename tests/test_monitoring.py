@@ -39,9 +39,6 @@ from jaxdist.run.run_directory import RunDirectory
 pytestmark = pytest.mark.usefixtures("propagating")
 
 
-# -- metrics.jsonl ---------------------------------------------------------------------------------
-
-
 def test_finite_floats_round_trip_bit_identically():
     draw = random.Random(0)
     patterns = [draw.getrandbits(64) for _ in range(2000)] + [1, 1 << 63, 0x7FEFFFFFFFFFFFFF]
@@ -173,9 +170,6 @@ def test_sigkill_leaves_complete_lines_and_readable_curves(tmp_path):
     assert len(drawn) >= reported  # each was flushed before the step was reported
 
 
-# -- resume ----------------------------------------------------------------------------------------
-
-
 def test_resume_appends_and_purges_lost_steps(tmp_path):
     config = MonitoringConfig(log_interval_steps=1)
     with start(tmp_path, config) as first:
@@ -286,9 +280,6 @@ def test_environment_records_commit_and_uncommitted_changes(tmp_path, monkeypatc
     assert [r["dirty"] for r in mine()] == [True]
 
 
-# -- one writer -----------------------------------------------------------------------------------
-
-
 def test_only_process_0_writes(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     config = MonitoringConfig(log_interval_steps=1)
@@ -336,9 +327,6 @@ def test_processes_agree_on_the_run_directory():
     outputs = [child.communicate(timeout=120)[0] for child in children]
     lines = [[line for line in out.splitlines() if line.startswith("path")] for out in outputs]
     assert lines[0] == lines[1] and len(lines[0]) == 1
-
-
-# -- config ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resumed_at", [0, 3, 6, 8, 9])

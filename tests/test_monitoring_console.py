@@ -1,5 +1,6 @@
-"""Output for people: the console during a run, after bad steps and at the end."""
+"""Output for people: the console during a run, long waits, bad steps, numbers and tables."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -7,23 +8,27 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 from monitored import Clock, events, header, start, train
 from refusals import missing
 
+from jaxdist.config import RunConfig
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import device_seconds, read_records
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.console import plain, step_line
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.session import CompileTimes
+from jaxdist.run.setup import assemble
+from jaxdist.runtime import progress
+from jaxdist.runtime.formatting import numbers, tables
 
 pytestmark = pytest.mark.usefixtures("propagating")
-
-
-# -- the console -----------------------------------------------------------------------------------
 
 
 def test_header_describes_the_run(tmp_path, caplog):
@@ -118,9 +123,6 @@ def test_color_follows_terminal_and_no_color(tmp_path, terminal, no_color, seen)
     assert log_file.read_text().endswith(" plain\n")
 
 
-# -- steps that failed -----------------------------------------------------------------------------
-
-
 def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     monitor = start(tmp_path)
     for step in range(1, 6):
@@ -140,9 +142,6 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     assert monitor.summary("finished")["skipped_steps"] == 2
     resumed = start(tmp_path, start_step=3)  # step 4 and its skip are lost
     assert resumed.summary("finished")["skipped_steps"] == 1
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_summary_describes_the_result_of_the_run(tmp_path, caplog):
@@ -237,3 +236,105 @@ def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, capl
         monitor.run.summary.make_directory()  # os.replace of a file onto a directory fails
         raise RuntimeError("the cause")
     assert missing(caplog.text, "summary.json", "not written") == []
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog, propagating):
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "SHORT_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "handlers", [logging.NullHandler()])
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    return lambda: caplog.messages
+
+
+def test_progress_logs_share_rate_and_time_left_periodically(lines):
+    with progress.Progress("reading", 4000, "B") as work:
+        for _ in range(4):
+            work.advance(1000)
+            time.sleep(0.03)
+    assert 1 <= len(lines()) <= 3
+    assert all(line.startswith("reading: ") and "of 4k B" in line for line in lines())
+    assert "B/s" in lines()[0] and "left" in lines()[0]
+
+
+def test_wait_is_logged_at_start_and_while_it_lasts(lines):
+    with progress.waiting("short"):
+        pass
+    with progress.waiting("compiling"):
+        time.sleep(0.3)
+    seen = len(lines())
+    assert seen >= 3 and lines()[0] == "compiling ..." and "so far" in lines()[1]
+    time.sleep(0.1)
+    assert len(lines()) == seen
+
+
+def test_compile_times_are_stored_for_each_program(tmp_path, monkeypatch):
+    parts = assemble(RunConfig(), jax.devices()[:1])
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert CompileTimes(parts).last() == 0
+        CompileTimes(parts).store(7.9)
+        longer = dataclasses.replace(parts.config.train, steps=7)
+        wider = dataclasses.replace(parts.config.train, global_batch_size=8)
+        with_train = lambda train: dataclasses.replace(
+            parts, config=dataclasses.replace(parts.config, train=train)
+        )
+        assert CompileTimes(with_train(longer)).last() == 7.9
+        assert CompileTimes(with_train(wider)).last() == 0
+        zero = dataclasses.replace(parts.config.mesh, zero=1)
+        other = dataclasses.replace(parts, config=dataclasses.replace(parts.config, mesh=zero))
+        assert CompileTimes(other).last() == 0
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "expected"),
+    [
+        (numbers.in_bytes, 80 * 2**30, "80.0 GiB"),
+        (numbers.in_bytes, 2**30 - 1, "1,024.0 MiB"),
+        (numbers.in_bytes, 1536, "1.5 KiB"),
+        (numbers.in_bytes, 0, "0 B"),
+        (numbers.in_si, 8_030_261_248, "8.03B"),
+        (numbers.in_si, 124_439_808, "124M"),
+        (numbers.in_si, 999, "999"),
+        (numbers.count, 1234.4, "1,234"),
+        (numbers.count, 12.345, "12.35"),
+        (numbers.duration, 0.0123, "12.3ms"),
+        (numbers.duration, 59.9, "59.9s"),
+        (numbers.duration, 59.96, "1m00s"),
+        (numbers.duration, 7500, "2h05m"),
+        (numbers.duration, 3 * 86400 + 4 * 3600, "3d04h"),
+        (numbers.duration, float("inf"), "?"),
+        (numbers.money, 0.0533, "0.0533"),
+        (numbers.money, 12.5, "12.50"),
+        (numbers.money, 9250.4, "9,250"),
+        (numbers.percent, 0.4321, "43.2 %"),
+        (lambda share: numbers.percent(share, 0, sign=True), 0.4321, "+43 %"),
+        (lambda share: numbers.percent(share, 2, sign=True), -0.004321, "-0.43 %"),
+        (numbers.rate, 3.35e12, "3.35 TB/s"),
+        (numbers.rate, 27_400_000_000, "27.4 GB/s"),
+        (numbers.rate, 850e6, "850 MB/s"),
+        (numbers.rate, 12, "12.0 B/s"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 1.09, "9 % slower"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 1.09, "9 % faster"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 10.6, "10.6 times as slow"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 10.6, "10.6 times as fast"),
+    ],
+)
+def test_numbers_are_formatted(show, value, expected):
+    assert show(value) == expected
+
+
+def test_labels_align_left_and_numbers_right():
+    assert tables.columns([("a", "1", "22"), ("bbb", "333", "4")]) == [
+        "a      1  22",
+        "bbb  333   4",
+    ]
+
+
+def test_wrapped_lines_are_indented_below_their_label():
+    lines = tables.wrap("one two --a.long-flag", 12, head="- ")
+    assert lines == ["- one two", "  --a.long-flag"]
+    assert tables.wrap("") == [""]

@@ -36,9 +36,6 @@ from jaxdist.runtime import coordination
 pytestmark = pytest.mark.usefixtures("propagating")
 
 
-# -- the times of a step ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("blocking", "expected"), [(False, 0.5), (True, 0.75)])
 def test_device_wait_is_timed_and_includes_a_blocking_dispatch(blocking, expected):
     clock = Clock()
@@ -96,9 +93,6 @@ def test_only_low_utilization_is_explained():
     short = {"steps_s": 60.0, "wall_s": 100.0, "compile_s": 25.0}
     assert missing(" ".join(idle_lines(short)), "compilation 25.0 %", "saves 15.0 %") == []
     assert idle_lines({**short, "steps_s": 80.0}) == []
-
-
-# -- slow processes --------------------------------------------------------------------------------
 
 
 def make_report(host: str, steps: list[tuple[float, float, float]], **extra) -> dict:
@@ -338,9 +332,6 @@ def test_interval_stays_open_until_the_last_process_has_reported(monkeypatch):
     assert watch.everyone() == {}
 
 
-# -- monitor of one process ------------------------------------------------------------------------
-
-
 def finish(tmp_path, steps, **config) -> dict:
     run = RunDirectory.open(tmp_path / "run")
     settings = MonitoringConfig(tracker=[], **config)
@@ -367,9 +358,6 @@ def test_summary_explains_idle_devices(tmp_path, caplog):
     assert summary["dry_data_share"] == pytest.approx(0.9)
     assert missing(caplog.text, *idle_lines(summary)) == [] and idle_lines(summary)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["busy_share"] == 0.0
-
-
-# -- NVML, by a fake module ------------------------------------------------------------------------
 
 
 class NVMLError(Exception):

@@ -25,7 +25,6 @@ from jaxdist.run.run_directory import RunDirectory
 
 
 def fetch(port: int) -> dict[str, float]:
-    """Return `name{label="value",...}` without `run` -> value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert answer.status == 200
         text = answer.read().decode()

@@ -23,9 +23,6 @@ from jaxdist.run.run_directory import RunDirectory
 pytestmark = pytest.mark.usefixtures("propagating")
 
 
-# -- MFU -------------------------------------------------------------------------------------------
-
-
 def test_mfu_equals_a_published_row():
     """Llama2-7B at 4096 on 8 H100: 11,361 tokens/s/GPU are 49.2 % causal and 52.9 % full."""
     layers, d_model, mlp, vocab, seq_len = 32, 4096, 11008, 32000, 4096
@@ -106,9 +103,6 @@ def test_impossible_mfu_is_reported_once(tmp_path):
     assert event["mfu"] == pytest.approx(10.0) and event["level"] == "warning"
 
 
-# -- rates over time -------------------------------------------------------------------------------
-
-
 def test_one_slow_step_does_not_change_the_rate():
     throughput = Throughput(num_devices=2, window_steps=5)
     for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
@@ -139,9 +133,6 @@ def test_compiling_step_is_excluded_from_rates(tmp_path):
         monitor.train(step, {"loss": 1.0}, tokens=100, step_time_s=1.0, data_wait_s=0.0)
     summary = monitor.summary("finished")
     assert summary["tokens_per_s"] == 100.0 and summary["data_wait_share"] == 0.0
-
-
-# -- slow loader -----------------------------------------------------------------------------------
 
 
 def warned_at(watch: DataWaitTracker, waits) -> list[int]:
@@ -176,9 +167,6 @@ def test_monitor_reports_the_slow_loader_once(tmp_path, caplog, monkeypatch):
     assert missing(caplog.text, "data loader", "56.7 %", "3 steps") == []
 
 
-# -- step timer ------------------------------------------------------------------------------------
-
-
 def test_step_timer_counts_waits_and_excludes_pauses():
     now = 0.0
 
@@ -199,9 +187,6 @@ def test_step_timer_counts_waits_and_excludes_pauses():
     timer.fetch(lambda: advance(0.5))
     advance(1.0)
     assert timer.lap() == (1.5, 0.5)
-
-
-# -- compilations ----------------------------------------------------------------------------------
 
 
 def watched(function, **kwargs):
@@ -305,9 +290,6 @@ def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     summary = monitor.summary("finished")
     assert summary["recompilations"] == 1 and summary["warnings"] == 1
     assert summary["compile_s"] == step.seconds
-
-
-# -- device memory ---------------------------------------------------------------------------------
 
 
 class FakeDevice:

@@ -25,7 +25,6 @@ MAINS = {
 
 
 def next_commands(printed: str) -> list[list[str]]:
-    """Return the commands below the last "next" of an output, each as a list of words."""
     _, _, after = printed.rpartition("next")
     lines = [line.strip() for line in after.removeprefix(":").splitlines()]
     commands = [shlex.split(line) for line in lines if " -m jaxdist." in line]

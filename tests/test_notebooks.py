@@ -21,7 +21,6 @@ def test_notebook_is_stored_without_outputs(path):
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Return a function that runs the cells of a notebook in an empty directory."""
     nbclient = pytest.importorskip("nbclient", reason="needs the dev extra (nbclient)")
     pytest.importorskip("ipykernel", reason="needs the dev extra (ipykernel)")
     for name, value in environment().items():

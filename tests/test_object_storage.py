@@ -173,9 +173,6 @@ def test_append_descriptor_works_for_subprocesses(folder):
     assert file.read() == b"one\ntwo\n"
 
 
-# -- two runs ----------------------------------------------------------------------------------
-
-
 def test_second_of_two_concurrent_locks_is_refused(folder):
     take_a_lock_twice(folder)
 
@@ -229,12 +226,8 @@ def test_second_run_waits_for_heartbeats_and_the_first_detects_the_loss(
     third.release()
 
 
-# -- inputs of a run ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def read_ranges(monkeypatch):
-    """Record the name and the number of bytes of each range that is read."""
     ranges, part = [], objects.ObjectLocation.part
 
     def record_range(location, start, length):
@@ -325,9 +318,6 @@ def test_weights_are_read_by_ranges(folder, tmp_path, read_ranges):
             open_weights(folder)
 
 
-# -- errors ------------------------------------------------------------------------------------
-
-
 def test_errors_name_the_url_and_contain_no_secrets(server, monkeypatch):
     with refused("s3://absent-bucket/run", "no such bucket"):
         locate("s3://absent-bucket/run")
@@ -411,9 +401,6 @@ def test_server_response_text_is_not_in_the_message():
     error = objects._as_os_error(RuntimeError(answer), "s3://bucket/a")
     assert isinstance(error, PermissionError) and SECRET not in str(error)
     assert missing(str(error), "403", "SignatureDoesNotMatch", "s3://bucket/a") == []
-
-
-# -- a run -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

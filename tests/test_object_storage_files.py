@@ -31,8 +31,6 @@ from jaxdist.run.metrics_log import read_outline
 from jaxdist.runtime.storage import flush_appended, locate, location, objects, parts
 from jaxdist.settings import ConfigError
 
-# -- images --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("form", "ending"), [("py", ""), ("bin", ".bin")])
 def test_images_in_a_bucket_equal_those_of_the_folder(server, tmp_path, form, ending):
@@ -52,12 +50,8 @@ def test_images_in_a_bucket_equal_those_of_the_folder(server, tmp_path, form, en
         open_cifar(stored, "half")
 
 
-# -- text ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def text(server, tmp_path_factory):
-    """Return the location of the same files in a folder and below a URL."""
     folder = tmp_path_factory.mktemp("text")
     lines = [json.dumps({"text": f"the {i}th " * (i % 5 + 1)}) + "\n" for i in range(2000)]
     (folder / "a").mkdir()
@@ -71,7 +65,6 @@ def text(server, tmp_path_factory):
 
 @pytest.fixture
 def content_read(monkeypatch):
-    """Record the size in bytes of each range that is read."""
     lengths, part = [], objects.ObjectLocation.part
 
     def noting(location, start, length):
@@ -122,11 +115,7 @@ def test_unreadable_and_unwritable_urls_are_rejected(text, tmp_path, monkeypatch
     assert not (tmp_path / "tokens").exists()
 
 
-# -- a run on text ---------------------------------------------------------------------------------
-
-
 def rows_of(*sources: str, **settings):
-    """Return the training rows."""
     config = DataConfig(sources=list(sources), **settings)
     return open_datasets(config, seq_len=16)[0]
 
@@ -247,8 +236,6 @@ def test_prompts_and_answers_must_be_local_files(server):
         run_here("generate", "s3://bucket/trained", *flags)
 
 
-# -- exit ----------------------------------------------------------------------------------------
-
 ENDS = """
 import concurrent.futures, pathlib, sys
 from jaxdist.checkpoint import lock
@@ -302,9 +289,6 @@ def test_hanging_store_does_not_prevent_process_exit(server, monkeypatch, tmp_pa
     assert missing(done.stderr, *waits) == []
 
 
-# -- starts --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(server, request):
     return locate(f"s3://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
@@ -344,7 +328,6 @@ def test_start_reads_only_the_end_of_the_records(folder, monkeypatch, is_one_obj
 
 
 def objects_of(folder) -> dict[str, tuple[int, str]]:
-    """Return key -> size and ETag of each object."""
     return {meta["path"]: (meta["size"], meta["e_tag"]) for meta in folder._below()}
 
 

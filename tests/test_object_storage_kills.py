@@ -39,7 +39,6 @@ def test_two_processes_on_one_url_resume_after_a_kill_bit_identically(server, tm
 
 
 def steps_of(records: list[dict]) -> dict[int, tuple[str, str]]:
-    """Return step -> (loss, gradient norm) as hex; the last one of a repeated step."""
     return {
         r["step"]: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
         for r in records

@@ -38,9 +38,6 @@ def limits(server, monkeypatch):
     objects._store.cache_clear()
 
 
-# -- time ----------------------------------------------------------------------------------------
-
-
 def test_hanging_store_times_out_after_retries(server, limits):
     """With a limit of two seconds: one silent request, and a second one within the limit."""
     over, location = threading.Event(), locate("s3://bucket/hangs")
@@ -113,9 +110,6 @@ def test_busy_store_is_retried_beyond_the_library_retries(server, monkeypatch, n
     assert len(methods) == 3
 
 
-# -- credentials that expire -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def expiring(server, limits):
     with object_servers.expiring(server) as (address, left):
@@ -138,7 +132,6 @@ def trained(server, train):
 
 
 def error_of(command) -> str:
-    """Return the one-line error that ends a command whose credentials expire."""
     with pytest.raises((OSError, ConfigError)) as end:
         command()
     assert not isinstance(end.value, OSError) or end.value.filename.startswith("s3://")

@@ -54,7 +54,6 @@ class Preferences:
 
 
 def preferences_on_one_device(output, batch, context):
-    """Compute `Preferences` from full logits on one device."""
     logps = jax.nn.log_softmax((output.x @ output.kernel)[..., : output.vocab_size])
     picked = jnp.take_along_axis(logps, batch["targets"][..., None], -1)[..., 0]
     ratio = (picked * batch["weights"]).sum(1) - batch["reference"]
@@ -98,9 +97,6 @@ def test_the_audit_finds_a_forgotten_row_sum_in_chunks(case):
     kinds = {(one.kind, one.axis) for one in violations}
     # After the first, sums that are correct elsewhere seem to be doubled.
     assert (("omitted sum", "context") in kinds) == bool(kinds) == ("cp=2" in case.mesh)
-
-
-# --- examples of several rows ---
 
 
 def test_pipeline_evaluation_cuts_no_example():
@@ -197,9 +193,6 @@ def test_an_invalid_number_of_rows_per_example_is_rejected(size):
         rows_per_example(SimpleNamespace(rows_per_example=size))
 
 
-# --- log-probabilities of tokens ---
-
-
 def head_of(softcap=0.0, vocab_size=29, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, 5, 8)), dtype)
@@ -272,13 +265,11 @@ DRAWN = SAMPLING | {"top_k": 9}
 
 
 def sampled(output, batch, context):
-    """Return log-probabilities of the targets that sampling keeps, and entropies of tokens."""
     logps, entropy = context.token_logps(output, batch["targets"], **DRAWN)
     return sums_of(logps, entropy, batch["weights"])
 
 
 def sampled_on_one_device(output, batch, _):
-    """Compute `sampled` from full logits on one device; numpy selects the kept tokens."""
     logits = (output.x @ output.kernel)[..., : output.vocab_size]
     chosen = lambda logits: np.isfinite(filtered(logits, **DRAWN))
     keep = jax.pure_callback(
@@ -316,9 +307,6 @@ def test_impossible_sampling_is_rejected(wrong):
     head, targets = head_of()
     with refused(*wrong, "temperature above 0"):
         make_token_logps()(head, targets, **wrong)
-
-
-# --- an objective passed to jaxdist.train ---
 
 
 def pair_rows():

@@ -39,7 +39,6 @@ OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["optimizer"])
 
 
 def named(tree):
-    """Return leaves by the last part of their path."""
     return {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -50,7 +49,6 @@ def random_tree(seed):
 
 
 def train(config, lr=0.1, axes=AXES):
-    """Return parameters after each of a few steps, applied as in the train step."""
     optimizer = make_optimizer(config, axes)
     params = jax.tree.map(jnp.asarray, random_tree(0))
     state = optimizer.init(params)
@@ -64,7 +62,6 @@ def train(config, lr=0.1, axes=AXES):
 
 
 def reference(rule, lr=0.1, weight_decay=0.0, decayed=MATRICES):
-    """Return the same with `rule(name) -> (g -> direction)` in numpy, per leaf, in float64."""
     params = {k: v.astype(np.float64) for k, v in named(random_tree(0)).items()}
     rules = {name: rule(name) for name in params}
     history = []
@@ -96,9 +93,6 @@ def numpy_adam(b1=0.9, b2=0.95, eps=1e-8):
         return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
 
     return direction
-
-
-# ---- optimizers ----
 
 
 def torch_history(make):
@@ -170,7 +164,6 @@ def test_lion_equals_its_paper():
 
 
 def split_matrices(name, g):
-    """Split a leaf into its matrices: one per layer, and per projection of a fused one."""
     if name == "embed":
         return [g]
     if name == "qkv":
@@ -320,9 +313,6 @@ def test_muon_updates_have_the_rms_of_adamws():
         assert 0.1 < np.sqrt(np.square(updates[name]).mean()) < 0.25, name
 
 
-# ---- masks, dtypes, state ----
-
-
 def test_matrices_decay_and_biases_and_norms_do_not():
     mask = named(optim.decay_mask(AXES))
     assert {name for name, decays in mask.items() if decays} == MATRICES
@@ -381,9 +371,6 @@ def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
     assert len(flags) >= len(jax.tree.leaves(params)) and all(flags)
 
 
-# ---- schedules ----
-
-
 def lrs(total_steps=100, global_batch_size=256, **fields):
     config = OptimConfig(**{"peak_lr": 0.5, "min_lr_ratio": 0.1, "warmup_steps": 9, **fields})
     schedule = make_lr_schedule(
@@ -437,9 +424,6 @@ def test_learning_rate_scales_with_the_effective_batch(scaling, factor):
     np.testing.assert_allclose(got, factor * lrs(), rtol=1e-6)
 
 
-# ---- rules ----
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -465,9 +449,6 @@ def test_adafactor_rejects_moments_in_8_bits():
     assert "optim.moment_dtype='int8'" in problem and "optim.optimizer='adafactor'" in problem
     for changes in ({"optimizer": "adafactor"}, {"optimizer": "muon", "moment_dtype": "int8"}):
         assert problems_of(OptimConfig(**changes), "optim") == []
-
-
-# ---- groups ----
 
 
 def test_groups_have_their_own_learning_rate_and_weight_decay():

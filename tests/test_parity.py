@@ -73,7 +73,6 @@ def marks(number: int) -> list:
 
 
 def check(trace: Trace, expected: Trace) -> None:
-    """Compare a run with the reference, number by number of the contract."""
     assert trace.losses[0] == pytest.approx(expected.losses[0], rel=FIRST_LOSS)
     assert distance(trace.grads, expected.grads) <= GRADIENTS * largest(expected.grads)
     assert trace.norm == pytest.approx(expected.norm, rel=GRADIENTS)

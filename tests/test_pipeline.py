@@ -105,9 +105,6 @@ def test_evaluation_through_stages_matches_one_device(case):
     np.testing.assert_allclose(sums["loss"], one["loss"], rtol=LOSS)
 
 
-# --- settings ------------------------------------------------------------------------------------
-
-
 def test_microbatches_are_chosen_from_stages_and_rows():
     assert PipelineConfig().choose_microbatches(4, rows=32) == 16
     assert PipelineConfig().choose_microbatches(2, rows=64) == 8

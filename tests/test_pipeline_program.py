@@ -14,7 +14,6 @@ from jaxdist.core.parallel.pipeline.simulation import simulate
 
 
 def inner(equation) -> list:
-    """Return the jaxprs in an equation."""
     jaxprs = []
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -26,7 +25,6 @@ def inner(equation) -> list:
 
 
 def products(jaxpr) -> float:
-    """Return FLOPs of matrix products; a conditional counts as its most expensive branch."""
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -43,7 +41,6 @@ def products(jaxpr) -> float:
 
 
 def bodies(jaxpr, times: int = 1) -> Iterator[tuple]:
-    """Yield (jaxpr, number of executions) of everything that contains a ring permute."""
     if any(equation.primitive.name == "ppermute" for equation in jaxpr.eqns):
         yield jaxpr, times
     for equation in jaxpr.eqns:

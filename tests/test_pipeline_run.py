@@ -30,14 +30,12 @@ SMALL = DecoderConfig(
 
 
 def make_run(case: Case):
-    """Return (plan, layout, step) of a case with Adam, clipping and a constant learning rate."""
     model, layout, plan, _ = make_parts(case)
     optimizer = Optimizer(OPTIMIZER, lambda count: 3e-3 + 0.0 * count, max_grad_norm=1.0)
     return plan, layout, make_step(model, model.objective, optimizer, layout, plan)
 
 
 def train(step, state, first: int, last: int):
-    """Return losses of steps first .. last - 1, with a new batch each, and the final state."""
     losses = []
     for number in range(first, last):
         batch = host_batch(8)
@@ -48,7 +46,6 @@ def train(step, state, first: int, last: int):
 
 
 def start(case: Case, layout, plan):
-    """Return the initial state in execution order."""
     model = make_model(case.family, case.layers)
     state = init_state(model, OPTIMIZER, layout, seed=0, loss_scale={})
     return to_execution_order(state, plan.layers)

@@ -281,7 +281,6 @@ FACTS = {
     "offload": [],
     "compile_s": 1.0,
     "versions": {},
-    "xla_flags": "",
     "target": "",
 }
 COLLECTIVE = {

@@ -27,8 +27,6 @@ from jaxdist.settings import problems_of
 
 ROWS, SEQ, VOCAB = 16, 24, 96
 
-# --- the formulas, with given log-probabilities of tokens ---
-
 CHOSEN = [[-0.5, -1.0, -0.25], [-2.0, -0.5, -1.5], [-0.7, -0.9]]
 REJECTED = [[-1.5, -0.5], [-0.3, -0.2, -0.4, -0.6], [-2.2]]
 REFERENCE_CHOSEN = [[-0.6, -1.2, -0.3], [-1.8, -0.4, -1.6], [-0.9, -0.9]]
@@ -93,8 +91,6 @@ def test_losses_of_labeled_rows_equal_trl(baseline, expected):
     assert means["kl"] == np.float32(baseline)
 
 
-# --- training ---
-
 BASE = dataclasses.replace(FAMILIES["qwen3"], num_layers=4, vocab_size=VOCAB, max_seq_len=SEQ)
 
 
@@ -115,7 +111,6 @@ def config_of(path, kind="dpo", mesh="dp=1", microbatches=0, virtual=1) -> RunCo
 
 
 def row_of(prompt, answer):
-    """Return a padded row of prompt and answer."""
     row, learned = np.zeros(SEQ + 1, np.int32), np.zeros(SEQ + 1, np.float32)
     row[: len(prompt) + len(answer)] = [*prompt, *answer]
     learned[len(prompt) : len(prompt) + len(answer)] = 1
@@ -143,7 +138,6 @@ def batches(kind):
 
 
 def train(config, steps=STEPS):
-    """Return the losses and metrics of each step, and the state's parts."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
     parts = assemble(config, jax.devices()[:number])
     state, history = parts.init_state(), []
@@ -179,7 +173,6 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def alone(base):
-    """Return a function: kind -> metrics of each step on one device."""
     return functools.cache(lambda kind: train(config_of(base, kind))[0])
 
 
@@ -279,8 +272,6 @@ def examples_of(batch, kind):
     ]
 
 
-# --- records ---
-
 PLAIN = "<|user|>\nhi\n<|assistant|>\n"
 
 
@@ -295,7 +286,6 @@ def opened(tmp_path, lines, seq_len=40, **settings):
 
 
 def learned(row, prefix=""):
-    """Return the text of a row, and the part in the loss; byte 0 ends a text."""
     used = row[f"{prefix}weights"] > 0
     text = bytes(np.append(row[f"{prefix}tokens"][:1], row[f"{prefix}targets"]).astype(np.uint8))
     return text.rstrip(b"\0").decode(), bytes(row[f"{prefix}targets"][used].astype(np.uint8))
@@ -407,7 +397,6 @@ def test_pairs_that_a_mesh_would_split_are_rejected(base):
 
 
 def write_records(path, labeled=False):
-    """Write 200 records; each completion ends with yes if it is good, and with no if it is bad."""
     random = np.random.default_rng(0)
     words = ["red", "blue", "green", "cat", "dog", "sun"]
     with path.open("w") as file:
@@ -422,7 +411,6 @@ def write_records(path, labeled=False):
 
 
 def run_of(tmp_path, name, kind, *flags, leave=()):
-    """Train, evaluating every 10 steps; return the records of training and of evaluation."""
     labeled = kind == "kto"
     path = write_records(tmp_path / f"{kind}.jsonl", labeled)
     settings = (
@@ -439,7 +427,6 @@ def run_of(tmp_path, name, kind, *flags, leave=()):
 
 
 def evaluated(capsys, run):
-    """Return what `evaluate` prints."""
     capsys.readouterr()
     assert run_here("evaluate", run, "--json") == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])

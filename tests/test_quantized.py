@@ -42,9 +42,6 @@ WIDTH = 2 * BLOCK  # each of two shards of every dim has a block
 SIZES = dict(vocab_size=VOCAB, max_seq_len=SEQ, d_model=WIDTH, num_heads=2, mlp_dim=2 * WIDTH)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 def reference(w: np.ndarray) -> dict[str, np.ndarray]:
     """Quantize a tensor [outputs, inputs] as bitsandbytes does on CPUs, written in float64.
 
@@ -68,7 +65,6 @@ def reference(w: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def unpacked(codes: np.ndarray) -> np.ndarray:
-    """Return codes [layers, inputs, *outputs] of bytes [layers, inputs / 2, *outputs]."""
     pairs = np.stack([codes >> 4, codes & 15], 2)
     return pairs.reshape(codes.shape[0], -1, *codes.shape[2:])
 
@@ -143,12 +139,8 @@ def test_int8_rounds_to_127_steps_of_the_largest_weight_of_a_block():
     np.testing.assert_allclose(made.astype(jnp.float32), expected.reshape(w.shape), rtol=1e-6)
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Return a function: family -> directory of a model with random weights."""
     folder = tmp_path_factory.mktemp("base")
 
     def make(family="qwen3"):
@@ -181,8 +173,6 @@ MORE_CASES = [
 
 @pytest.fixture(scope="module")
 def alone(base):
-    """Return a function: format -> losses, digest of the base and quantized weights, one device."""
-
     def run(base_format):
         losses, parts, before, _ = train(config_of(base(), base_format=base_format))
         return losses, parts.base["digest"], base_of(before)
@@ -255,7 +245,6 @@ def test_twenty_steps_equal_peft_on_dequantized_weights(base, tmp_path, family, 
 
 
 def in_hugging_face(config, params) -> dict[str, np.ndarray]:
-    """Return Hugging Face's tensors of dequantized weights without adapters."""
     dense = jax.device_get(jax.jit(merge)(base_of(params)))
     flat = {f"params/{named(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(dense)}
     tensors = {}

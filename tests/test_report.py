@@ -89,7 +89,6 @@ def as_json(capsys, *arguments):
 
 
 def rows_of(text):
-    """Return label -> cells of the text table."""
     rows = {}
     for line in text.splitlines():
         label, *cells = re.split(r"\s{2,}", line.rstrip())
@@ -213,11 +212,7 @@ def test_runs_of_the_same_name_get_unique_names(tmp_path, capsys):
     assert [run["name"] for run in as_json(capsys, *paths)["runs"]] == ["a/run", "b/run"]
 
 
-# -- the page --------------------------------------------------------------------------------------
-
-
 def charts_of(run, **options):
-    """Return title -> axes of the figure of one run."""
     return {axes.get_title(): axes for axes in draw_curves([run], ["black"], **options).axes}
 
 
@@ -291,9 +286,6 @@ def test_long_run_is_drawn_from_a_bounded_number_of_records(tmp_path, monkeypatc
     assert {9.0, 0.5, 1.5, 1.25} <= {r["loss"] for r in run.train}
     assert any(math.isnan(r["loss"]) for r in run.train)
     assert [r["step"] for r in run.train] == sorted({r["step"] for r in run.train})
-
-
-# -- bad input -------------------------------------------------------------------------------------
 
 
 def refused(capsys, *arguments):

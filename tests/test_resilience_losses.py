@@ -227,7 +227,6 @@ JOB = tiny(
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Create an importable module `bad_rows` and a working directory."""
     (tmp_path / "bad_rows.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

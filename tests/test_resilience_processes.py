@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function that creates a job; its processes end with the test."""
     made = []
 
     def make(name: str, *flags: str, steps: int) -> Job:

@@ -67,7 +67,6 @@ class Batches:
 
 
 def write_run(path, lines, anomalies):
-    """Write a run directory with such records (a step with its first sample, or an event)."""
     path.mkdir()
     trained = lambda step, first: {
         "kind": "train", "step": step, "loss": 1.0, "grad_norm": 1.0, "first_sample": first
@@ -80,7 +79,6 @@ def write_run(path, lines, anomalies):
 
 
 def steps_before(run, step):
-    """Return (first sample, limit) of each step replayed before this one, and the loader."""
     done, loaders = [], []
 
     def open_loader(dataset, position):

@@ -1,6 +1,5 @@
 """One flipped bit on one device is detected, with device and array; correct states pass."""
 
-import dataclasses
 import json
 import re
 import time
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny as reference
+from bit_flip_train import flipped, flips_a_bit
 from commands import losses, tiny
 from refusals import refused
 
@@ -21,19 +21,6 @@ HOSTS = {0: "node-a"}
 def watch(case, **settings) -> SdcCheck:
     config = ResilienceConfig(**{"sdc_check_interval_steps": 1, **settings})
     return SdcCheck(config, reference.layout_of(case), HOSTS)
-
-
-def flipped(x: jax.Array, position: int, element: int = 3, bit: int = 0) -> jax.Array:
-    """Flip one bit of an array in one device's memory; `position`: index of the mesh's device."""
-    device = x.sharding.mesh.devices.flat[position]
-    parts = []
-    for shard in x.addressable_shards:
-        part = np.array(shard.data)
-        if shard.device == device:
-            words = part.reshape(-1).view(f"u{part.dtype.itemsize}")
-            words[element % words.size] ^= words.dtype.type(1 << bit)
-        parts.append(jax.device_put(part, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def look(subject: SdcCheck, state, step: int = 1):
@@ -166,27 +153,10 @@ JOB = tiny(
 
 
 def train(monkeypatch, run_dir, *flags, damage_at=0):
-    """Train here and flip a bit on one device after a step."""
     from jaxdist import train
     from jaxdist.run.monitoring.monitor import Monitor
 
-    real, done = Monitor.track_compiles, []
-
-    def damaged(self, function, name=None):
-        inner = real(self, function, name)
-
-        def step(state, *rest):
-            state, metrics = inner(state, *rest)
-            done.append(None)
-            if len(done) == damage_at:
-                params = dict(state.params)
-                params["head"] = jax.tree.map(lambda x: flipped(x, 6, bit=30), params["head"])
-                state = dataclasses.replace(state, params=params)
-            return state, metrics
-
-        step.seconds, step.compile = 0.0, inner.compile  # a tracker has these attributes
-        return step
-
+    damaged = flips_a_bit(Monitor.track_compiles, 6, damage_at, bit=30)
     monkeypatch.setattr(Monitor, "track_compiles", damaged)
     try:
         return train.main([*JOB, "--run-dir", str(run_dir), *flags])

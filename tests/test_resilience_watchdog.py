@@ -24,7 +24,6 @@ def heartbeat(process: int, **changes) -> Heartbeat:
 
 
 def advance_beats(*heartbeats: Heartbeat) -> list[Heartbeat]:
-    """Return the same heartbeats some beats later."""
     return [Heartbeat(**{**vars(s), "beat": s.beat + 4}) for s in heartbeats]
 
 
@@ -85,7 +84,6 @@ class Watchdogs:
 
 @pytest.fixture
 def many_threads():
-    """Start more threads than `faulthandler` writes."""
     done = threading.Event()
     threads = [threading.Thread(target=done.wait, name=f"idle-{i}") for i in range(110)]
     for thread in threads:

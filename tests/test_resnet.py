@@ -40,7 +40,6 @@ def test_resnet_20_has_the_published_size():
 
 
 def run(mesh, **options):
-    """Return losses, final parameters, and an evaluation after `STEPS` steps on other batches."""
     step, start = trainer(TINY, mesh, LEARNING_RATE, **options)
     state, losses = start(0), []
     for number in range(STEPS):

@@ -70,7 +70,6 @@ class Processes:
         ]
 
     def end(self) -> tuple[list[int], list[str], list[str]]:
-        """Return exit codes, standard outputs and errors."""
         try:
             outputs = [process.communicate(timeout=90) for process in self.processes]
         finally:

@@ -49,7 +49,6 @@ class Job:
             self.ended[index] = str(error)
 
     def line(self, index: object, of: object = None, token: str = "a") -> bytes:
-        """Return the check-in line of process `index`."""
         proof = rendezvous._proof(dataclasses.replace(self.plan, token=token), str(index))
         return b"jaxdist %b %b %b host\n" % (
             proof, str(index).encode(), str(of or self.plan.num_processes).encode(),

@@ -47,7 +47,6 @@ def exponent(costs, sizes=SIZES) -> float:
 
 
 def start(process: int, num_processes: int, path) -> None:
-    """Compare settings, versions, GPUs and devices, as `runtime.join` does."""
     distributed._check_settings({"train.steps": "10"}, 60)
     plan = JoinPlan(process_id=process, num_processes=num_processes)
     job = distributed._start_devices(plan, [], 60)
@@ -57,14 +56,12 @@ def start(process: int, num_processes: int, path) -> None:
 
 
 def checks(process: int, num_processes: int, path) -> None:
-    """Agree on values, as the start of a run does."""
     assert coordination.decide("run_start", lambda: process) == 0
     assert coordination.decide_from("reference", True, all)
     make_group().synchronize()
 
 
 def commit_save(process: int, num_processes: int, path) -> None:
-    """Commit a save: document, CRCs of this process's files, manifest."""
     saver = save.Saver.__new__(save.Saver)
     saver._directory, saver._background = path, make_group()
     saver._writer = types.SimpleNamespace(fingerprints=None)
@@ -76,7 +73,6 @@ def commit_save(process: int, num_processes: int, path) -> None:
 
 
 def verify(process: int, num_processes: int, path) -> None:
-    """Verify the files of a checkpoint before a restore."""
     restorer = restore.Reader.__new__(restore.Reader)
     restorer.directory, restorer.group = path, make_group()
     restorer.config, restorer._corrupt, restorer._verified = CheckpointConfig(), {}, set()
@@ -84,7 +80,6 @@ def verify(process: int, num_processes: int, path) -> None:
 
 
 def local_saves(process: int, num_processes: int, path) -> None:
-    """Open the local tier, save, and choose the save of a restart."""
     config = CheckpointConfig(local_dir="/local", local_interval_steps=1)
     opened = tier.LocalTier(path, config, EventLog(print, leader=False))
     opened.save(5, {}, {})
@@ -96,13 +91,11 @@ def local_saves(process: int, num_processes: int, path) -> None:
 
 
 def stream(process: int, num_processes: int, path) -> None:
-    """Collect the positions of a stream's readers for a checkpoint."""
     states = _every_state({"row": process}, (process, num_processes), everywhere=False)
     assert states == [{"row": i} for i in range(num_processes if process == 0 else 0)]
 
 
 def doctor_checks(process: int, num_processes: int, path) -> None:
-    """Check the network and the shared directory."""
     config = types.SimpleNamespace(runtime=None, directory=path, wait_s=60)
     job = types.SimpleNamespace(process_id=process, num_processes=num_processes)
     hosts = [f"node{i // PER_HOST:05d}" for i in range(num_processes if process == 0 else 0)]

@@ -194,9 +194,6 @@ def test_a_tick_with_both_kinds_of_action_has_no_loop():
         plan_loops(mixed)
 
 
-# --- faults --------------------------------------------------------------------------------------
-
-
 def change_actions(schedule: Schedule, changes: dict[tuple[int, int], Action | None]) -> Schedule:
     ticks = [list(tick) for tick in schedule.ticks]
     for (t, s), action in changes.items():
@@ -249,9 +246,6 @@ def test_missing_repeated_and_reordered_work_is_refused(changes, facts):
 def test_invalid_sizes_are_refused_with_the_fix():
     with refused("num_microbatches=0", error=ScheduleError):
         make_schedule("1f1b", 4, 0)
-
-
-# --- drawing and slots ---------------------------------------------------------------------------
 
 
 def test_drawing_shows_each_stage_and_the_costs():

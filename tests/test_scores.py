@@ -57,7 +57,6 @@ def config_of(bases, labels=1, mesh="dp=1", base="dense", lora=0, microbatches=0
 
 
 def batches(labels):
-    """Yield batches of texts of 3 to 24 tokens, padded with 0."""
     random = np.random.default_rng(5)
     while True:
         lengths = random.integers(3, SEQ + 1, ROWS)
@@ -71,7 +70,6 @@ def batches(labels):
 
 
 def train(config, steps=STEPS):
-    """Return the metrics of each step, and the parameters before and after."""
     number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
     parts = assemble(config, jax.devices()[:number])
     state, history = parts.init_state(), []
@@ -83,8 +81,6 @@ def train(config, steps=STEPS):
         history.append({name: float(metrics[name]) for name in NAMES})
     return history, before, get(state.params)
 
-
-# --- meshes ---
 
 MESHES = {
     "fsdp=2,tp=2": {},
@@ -124,9 +120,6 @@ def test_a_mesh_learns_the_same_as_one_device(bases, alone, mesh):
     for name in NAMES[:3]:
         values = ([metrics[name] for metrics in part] for part in (history, expected))
         np.testing.assert_allclose(*values, rtol=2e-5, atol=0, err_msg=name)
-
-
-# --- PyTorch ---
 
 
 def torch_losses(config, model, steps=STEPS):
@@ -194,7 +187,6 @@ def test_twenty_steps_equal_those_in_pytorch(bases, labels, lora):
 
 
 def scores_of(model, params, batch):
-    """Return the scores of a batch on one device, float32 [rows, num_labels]."""
     model = dataclasses.replace(model, objective=lambda output, *_: {"scores": output})
     context = Context(
         attend=make_attend(AttentionPlan("cpu")), experts=make_experts(make_grouped_dot("cpu"))
@@ -232,9 +224,6 @@ def test_scores_and_tensors_of_transformers_classes(tmp_path, family):
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
     assert read_model(tmp_path / "back") == read_model(tmp_path / "hf")
-
-
-# --- rows and settings ---
 
 
 def opened(tmp_path, lines, num_labels, seq_len=12, **settings):
@@ -293,9 +282,6 @@ def test_the_estimate_recognizes_a_decoder_with_scores(bases):
     plain = dataclasses.replace(config.model, num_labels=0)
     expected = decoder_of(build(plain, seq_len=SEQ), SEQ)
     assert shape == dataclasses.replace(expected, columns=3)
-
-
-# --- commands ---
 
 
 def trained(tmp_path, name, *flags):

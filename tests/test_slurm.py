@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import refused
 
 from jaxdist.settings import ConfigError, problems_of
 from jaxdist.tools.launch.slurm import main
@@ -49,7 +48,9 @@ def test_flags_without_an_example_reach_the_script():
     ],
 )
 def test_containers(container, text):
-    assert text in batch_script(plan(container=container))
+    script = batch_script(plan(container=container, arguments=["--name", "it's"]))
+    assert text in script
+    assert not subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr
     assert "python3.12 -m jaxdist.train" in batch_script(
         plan(container=container, python="python3.12")
     )
@@ -94,7 +95,6 @@ def test_a_range_of_nodes_creates_an_elastic_job(capsys, text):
 
 
 def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8) -> list[str]:
-    """Return the command that writes an elastic job, its flags before the dashes."""
     train = [f"--mesh={mesh}", f"--train.global_batch_size={batch}"]
     return ["--nodes", nodes, "--time", "60", "--dry-run", *words, "--", *train]
 
@@ -179,7 +179,6 @@ class Script:
             (folder / name).chmod(0o755)
 
     def run(self, restarts: int = 0, nodes: int = 1) -> tuple[int, bool]:
-        """Run the script; return its exit code, and whether it requested a requeue."""
         requeued = self.folder / "requeued"
         requeued.unlink(missing_ok=True)
         environ = {
@@ -303,13 +302,6 @@ def test_new_checkpoints_below_a_corrupt_one_count_for_the_script(tmp_path):
         assert script.run(restarts=restarts) == (75, True)
 
 
-@pytest.mark.parametrize("container", ["", "image.sif", "image/", "nvcr.io/jax:1"])
-def test_script_is_valid_shell(container):
-    text = batch_script(plan(container=container, arguments=["--name", "it's"]))
-    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -355,21 +347,10 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert "sbatch mine.sbatch" in capsys.readouterr().out
 
 
-def test_all_bad_flags_are_rejected_together():
-    with pytest.raises(ConfigError) as caught:
-        main(["--time", "never", "--nodes", "0", "--max-restarts=-1"])
-    assert len(caught.value.problems) == 3
-
-
 def test_training_arguments_are_checked_when_the_script_is_written(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["--time", "60", "--", "--stepz=3"]) == 2
     assert "--steps" in capfd.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_a_script_that_cannot_be_written_is_an_error():
-    with refused("--script /proc/nowhere/a"):
-        main(["--time", "60", "--program", "true", "--script", "/proc/nowhere/a"])
 
 
 def test_an_interpreter_without_the_package_ends_the_job_at_once(tmp_path):

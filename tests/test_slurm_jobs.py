@@ -36,7 +36,6 @@ TRAINING = [*TINY, "--mesh=dp=2", "--steps=120", "--checkpoint.save-interval-ste
 
 
 def submit(cluster, name: str) -> str:
-    """Submit the training on two nodes; return the job id."""
     script = cluster.root / f"jobs/{name}.sbatch"
     settings = SlurmConfig(
         name=name, nodes="2", time="10", python=sys.executable, arguments=TRAINING
@@ -60,7 +59,6 @@ def losses(run: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(cluster) -> tuple[str, str, dict[int, str]]:
-    """Return output, number of restarts and losses of a training without interruption."""
     job_id = submit(cluster, "whole")
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     run = cluster.root / f"jobs/runs/whole-{job_id}"

@@ -1,6 +1,11 @@
-"""Reports of a run when it starts or resumes."""
+"""A start: its reports, the parts of its time, and damaged files of its run directory."""
 
 import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +15,10 @@ from refusals import missing, refused
 from jaxdist.config import RunConfig, read_run
 from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.results import Run
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.startup import _raised_rate
+from jaxdist.runtime import StartTimes, start_times
 from jaxdist.settings import write_toml
 
 
@@ -27,7 +34,6 @@ def test_only_training_settings_count_as_a_change(tmp_path):
 
 
 def resume_to(steps: int, **optim) -> SimpleNamespace:
-    """Return a run that resumes and trains to `steps`."""
     config = RunConfig()
     config = dataclasses.replace(
         config,
@@ -95,3 +101,90 @@ def test_a_step_compiled_before_the_commit_is_not_compiled_again(tmp_path, monke
     flags = ("--train.steps=2", f"--run-dir={run}", "--mesh=dp=2,tp=2,cp=2")
     assert run_here("train", *tiny(*flags)) == 0
     assert len([r for r in records(run, "event") if "compile" in r["event"]]) == 1
+
+
+def test_parts_add_up_to_the_time_since_the_failure(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(start_times.time, "monotonic", lambda: now[0])
+    times = StartTimes(99.5, failed_at=98.0)
+    for seconds, part in [(1, "imports"), (2, "join"), (4, "imports"), (8, "setup")]:
+        now[0] += seconds
+        times.mark(part)
+    assert not times.done
+    now[0] += 16
+    times.end("first_step")
+    assert times.done and times.follows_failure
+    assert times.parts == {
+        "relaunch": 1.5, "imports": 5.5, "join": 2.0, "setup": 8.0, "first_step": 16.0
+    }  # fmt: skip
+    assert times.total == now[0] - 98.0
+
+
+def test_a_process_counts_from_its_start_or_from_the_previous_failure(monkeypatch):
+    age = lambda: int(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getpid())]))
+    monkeypatch.delenv(start_times.FAILED_AT, raising=False)
+    before = age()
+    times = StartTimes.of_process()
+    times.mark("imports")
+    assert not times.follows_failure and times.parts.keys() == {"imports"}
+    assert before <= times.parts["imports"] <= age() + 1
+    failed_at = time.monotonic() - times.total - 30
+    monkeypatch.setenv(start_times.FAILED_AT, repr(failed_at))
+    (relaunch,) = StartTimes.of_process().parts.values()
+    assert relaunch == pytest.approx(30, abs=2.0)
+
+
+def test_without_a_process_start_time_the_count_starts_now(monkeypatch):
+    monkeypatch.delenv(start_times.FAILED_AT, raising=False)
+    monkeypatch.setattr(start_times, "Path", lambda path: pathlib.Path("/no" + path))
+    times = StartTimes.of_process()
+    times.mark("imports")
+    assert times.parts == {"imports": pytest.approx(0.0, abs=0.5)}
+
+
+CONFIG = 'name = "a"\nseed = 1\n'
+RECORD = '{"kind": "train", "step": 1, "loss": 3.0}\n'
+
+
+@pytest.fixture
+def run(tmp_path):
+    first = RunDirectory.open(tmp_path / "run")
+    first.write_config(CONFIG)
+    first.write_environment({"time": "first"})
+    (tmp_path / "run" / "metrics.jsonl").write_text(RECORD)
+    return RunDirectory.open(tmp_path / "run")
+
+
+@pytest.mark.parametrize("damage", ["x = = 3", "\xff\xfe", None])
+def test_unreadable_config_is_reported_and_rewritten(run, damage):
+    if damage is None:
+        run.config.delete()
+    else:
+        run.config.write(damage.encode("latin-1"))
+    (line,) = run.write_config(CONFIG)
+    assert ("missing" if damage is None else "damaged") in line
+    assert run.write_config(CONFIG) == []
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '"text"', "null"])
+def test_damaged_environment_loses_only_earlier_starts(run, damage, caplog):
+    run.write_environment({"time": "second"})
+    assert [start["time"] for start in run.environment.json()["earlier"]] == ["first"]
+    run.environment.write(damage)
+    with caplog.at_level("WARNING", logger="jaxdist"):
+        run.write_environment({"time": "third"})
+    record = json.loads(run.environment.text())
+    assert (record["time"], record["earlier"]) == ("third", [])
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]"])
+def test_damaged_summary_is_reported_and_other_files_stay_readable(run, damage):
+    opened = Run(run.path)
+    assert opened.summary == {} and "no end" in repr(opened)
+    run.write_summary({"exit_reason": "finished"})
+    assert opened.exit_reason == "finished"
+    run.summary.write(damage)
+    with refused(run.summary):
+        opened.summary  # noqa: B018
+    assert "damaged" in repr(opened) and opened.losses == [3.0]

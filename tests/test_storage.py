@@ -183,8 +183,6 @@ def test_lock_excludes_other_processes_and_names_its_holder(folder):
     held.close()
 
 
-# -- no code bypasses storage ------------------------------------------------------------------
-
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # Modules that open other files, none of them in a run directory, and a description of these files.

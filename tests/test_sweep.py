@@ -109,7 +109,6 @@ def test_problems_of_all_combinations_are_reported_before_any_run_starts(monkeyp
 
 
 def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
-    """Write the files of a training that ends with this evaluation loss."""
     run = RunDirectory.open(trial.path)
     run.write_config(write_toml(trial.config))
     monitor = Monitor(
@@ -131,7 +130,6 @@ def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[str]:
-    """Record the names of trained trials instead of training them; 3e-4 fails at first."""
     names: list[str] = []
     losses = {"1e-4": 3.5, "3e-4": 2.25, "1e-3": 3.0}
 
@@ -227,11 +225,7 @@ def test_sweep_with_real_training(monkeypatch, capfd):
     assert command.main(flags) == 0
 
 
-# ---- as a SLURM job array ----
-
-
 def array_of(capsys, *flags):
-    """Return the script of a sweep over two learning rates."""
     dry = ["--slurm=dry_run=true", "--slurm=time=1:00:00"]
     words = ["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3", *dry, *flags]
     assert command.main(words) == 0
@@ -239,7 +233,6 @@ def array_of(capsys, *flags):
 
 
 def run_task(script, number, srun):
-    """Run one task of a script with fake SLURM programs; return its exit code and a report."""
     for name, body in (
         ("srun", f'printf "%s\\n" "$@" > started; {srun}'),
         ("squeue", "echo None"),

@@ -48,7 +48,6 @@ FLAGS = "--tasks", "choices,texts", "--json"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Write a Hugging Face model, the run imported from it, and a folder of tasks."""
     import dataclasses
 
     folder = tmp_path_factory.mktemp("tasks")
@@ -67,7 +66,6 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def harness(models):
-    """Return the results of the harness's own backend, and its answers."""
     pytest.importorskip("torch", reason="needs the reference extra (torch)")
     lm_eval = pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
     from lm_eval.models.huggingface import HFLM

@@ -94,7 +94,6 @@ def messages(path) -> list[str]:
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """Return file -> its texts."""
     sources = {
         path.relative_to(ROOT).as_posix(): "\n".join(messages(path))
         for folder in ("jaxdist", "examples")
@@ -111,7 +110,6 @@ def wrong_flags(text: str) -> set[str]:
 
 
 def wrong_settings(text: str) -> set[str]:
-    """Return names of the form `section.name` that are not settings."""
     sections = [name for name, kind in types_of(RunConfig).items() if kinds_of(kind)]
     valid_names = {field.name for field in fields_of(RunConfig)} | {f"{s}.kind" for s in sections}
     valid_names |= {*RunConfig.REMOVED, *ALIASES}

@@ -1,17 +1,24 @@
-"""Trackers get every point of a run under one identity, and none of their errors reaches it."""
+"""Trackers and event files get every point of a run, and none of their errors reaches it."""
 
 import logging
+import math
 import sys
 import threading
 import time
 from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from monitored import crc32c, scalars, start, tensorboard_events, train
 
 import jaxdist
 from jaxdist.config.monitoring import MonitoringConfig
+from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import trackers
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
+
+pytestmark = pytest.mark.usefixtures("propagating")
 
 IDENTITY = Identity(
     run_id=run_id_of(1.0), name="run", settings={"train.steps": 4, "name": "x"}, directory="."
@@ -80,7 +87,7 @@ def test_a_run_and_its_restart_are_one_run_of_a_tracker(tmp_path):
     assert ends == ["finished", "finished"]  # of the tracker that did not fail
 
 
-def test_a_failing_tracker_is_named_once_and_disabled(propagating, caplog):
+def test_a_failing_tracker_is_named_once_and_disabled(caplog):
     both = Trackers([named(Breaking), named(Notebook), "no_such_module:f"], IDENTITY)
     for step in (1, 2, 3):
         both.log(step, {"train/loss": 1.0})
@@ -107,7 +114,7 @@ def test_pending_warnings_are_logged_when_trackers_close(monkeypatch):
     assert len(warnings) == 1
 
 
-def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):
+def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     monkeypatch.setattr(trackers, "_MAX_QUEUED", 5)
     monkeypatch.setattr(trackers, "_FINISH_S", 0.05)
     stuck = Trackers([named(Stuck)], IDENTITY)
@@ -182,3 +189,51 @@ def test_mlflow_keeps_a_restarted_run_together(monkeypatch, tmp_path):
     ]  # fmt: skip
     assert run.data.params["train.steps"] == "4" and run.data.metrics["summary/loss"] == 0.5
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+
+
+def test_reference_crc_is_castagnoli():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_tensorboard_has_curves_and_config(tmp_path):
+    config = MonitoringConfig(log_interval_steps=2)
+    monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
+    for step in range(1, 7):
+        train(monitor, step, applied=jnp.asarray(True))
+    monitor.eval(6, {"loss": 0.5})
+    monitor.close()
+    points = scalars(monitor.run.tensorboard)
+    loss = [(step, value) for step, tag, value in points if tag == "train/loss"]
+    assert loss == [(s, float(np.float32(1 / s))) for s in (1, 2, 4, 6)]  # the first is shown too
+    assert (6, "eval/loss", 0.5) in points and (6, "train/applied", 1.0) in points
+    assert (6, "speed/tokens_per_s", 200.0) in points
+    texts = [
+        value.tensor.string_val[0].decode()
+        for event in tensorboard_events(monitor.run.tensorboard)
+        for value in event.summary.value
+        if value.WhichOneof("value") == "tensor"
+    ]
+    assert len(texts) == 1 and "d_model = 8" in texts[0]
+
+
+def test_statistics_of_layers_are_one_event_and_a_curve_each(tmp_path):
+    monitor = start(tmp_path, MonitoringConfig(layer_statistics_steps=2), total_steps=6)
+    for step in range(1, 5):
+        measured = {"grad_norm": {"embed/table": jnp.float32(step), "layers/up": jnp.arange(2.0)}}
+        train(monitor, step, layer_statistics=measured)
+    monitor.close()
+    records = [r for r in read_records(monitor.run.metrics) if r.get("event") == "layer_statistics"]
+    assert [r["step"] for r in records] == [2, 4]
+    assert records[0]["grad_norm"] == {"embed/table": 2.0, "layers/up": [0.0, 1.0]}
+    points = scalars(monitor.run.tensorboard)
+    assert {(2, "grad_norm/embed/table", 2.0), (4, "grad_norm/layers/up/001", 1.0)} <= set(points)
+    assert not any("layer_statistics" in r for r in read_records(monitor.run.metrics))
+
+
+def test_diverged_losses_reach_tensorboard_without_warnings(tmp_path, caplog):
+    monitor = start(tmp_path, MonitoringConfig(log_interval_steps=1))
+    train(monitor, 1, loss=math.nan)
+    monitor.close()
+    (point,) = [p for p in scalars(monitor.run.tensorboard) if p[1] == "train/loss"]
+    assert math.isnan(point[2])
+    assert not [r for r in caplog.records if r.name.startswith("tensorboardX")]

@@ -68,7 +68,6 @@ def parameter_bytes(case: Case) -> Counter:
 
 
 def theory(case: Case) -> dict[tuple[str, str], int]:
-    """Return (kind, axes) -> bytes of complete arrays per step."""
     spec, size = MeshSpec.parse(case.mesh), parameter_bytes(case)
     matrices = size["layers"] + size["outer"]
     moved: Counter = Counter()

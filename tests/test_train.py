@@ -31,7 +31,6 @@ JOB = [*HERE, "--simulate=8"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Return an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
     flags = tiny(*SETTINGS, "--simulate=8", "--monitoring.tracker=tensorboard")
     disk = run_dir.parent / "disk"

@@ -25,7 +25,6 @@ GPU = SimpleNamespace(device_kind="a GPU", platform="gpu", local_hardware_id=0)
 
 @pytest.fixture
 def cache(tmp_path):
-    """Keep verdicts in a new folder."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path / "trials"
@@ -33,7 +32,6 @@ def cache(tmp_path):
 
 
 def replace_python(monkeypatch, tmp_path, script):
-    """Run a shell script in place of the child's Python."""
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

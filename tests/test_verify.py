@@ -34,7 +34,6 @@ EMBED, UP, QKV = "embed/table", "layers/mlp/up", "layers/attention/qkv"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Train a model, then adapters of it, and export both."""
     folder = tmp_path_factory.mktemp("verify")
     job = tiny(
         "--model.num_layers=4",
@@ -56,8 +55,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def copied(made, tmp_path):
-    """Return a function: name of a run or an export -> a copy that may be damaged."""
-
     def copy(name):
         return shutil.copytree(made / name, tmp_path / name, dirs_exist_ok=True)
 
@@ -65,7 +62,6 @@ def copied(made, tmp_path):
 
 
 def verify(capsys, run, export=None, **more):
-    """Return the exit code, and check -> problems."""
     capsys.readouterr()
     flags = [f"--{name}={value}" for name, value in more.items()]
     flags += [f"--export={export}"] if export else []
@@ -76,7 +72,6 @@ def verify(capsys, run, export=None, **more):
 
 
 def rewrite(run, change, step=STEPS):
-    """Write the checkpoint of a run again, with changed arrays and matching checksums."""
     source = StoredArrays(run / "checkpoints" / str(step))
     arrays = {name: source.read(name) for name in source.entries}
     document, entries = source.document, source.entries
@@ -315,7 +310,6 @@ def test_a_new_run_is_not_judged(made, capsys, tmp_path):
 
 
 def build_with_unused(*, seq_len):
-    """Return the example model with a parameter that its loss does not read."""
     model = example.build(seq_len=seq_len)
     init = lambda key: {**model.init(key), "unused": jnp.ones(4)}
     read = lambda params: {name: x for name, x in params.items() if name != "unused"}

@@ -52,8 +52,6 @@ MESHES = {
 }
 STEPS, RANK = 3, 4
 
-# --- a second tree: a frozen copy in bfloat16, with which the objective compares the model ---
-
 
 def both(model, combine):
     """Return a model that runs two sets of parameters: `model`, and a frozen bf16 `reference`."""
@@ -95,9 +93,6 @@ def stay_close(output, batch, context):
     own, other = (context.token_logps(head, batch["targets"]).logps for head in output)
     loss = jnp.sum(batch["weights"] * (0.5 * jnp.square(own - other) - own))
     return {"loss": loss, "weight": jnp.sum(batch["weights"])}
-
-
-# --- a low-rank adapter: Hu et al. 2021, "LoRA", equation 3 ---
 
 
 @jax.tree_util.register_dataclass
@@ -167,8 +162,6 @@ MODELS = {
     ),
 }
 
-# --- reference on one device ---
-
 
 def plain(params):
     """Return the float32 matrix that each weight represents, in the tree of the base model."""
@@ -186,7 +179,6 @@ def plain(params):
 
 
 def logps(params, batch):
-    """Return log-probabilities of the targets [batch, seq] of the base model."""
     context = Context(attend=make_attend(AttentionPlan("cpu")))
     x, aux = BASE.embed(params, batch, context), BASE.prepare(batch, context)
     for i in range(BASE.num_layers):
@@ -197,7 +189,6 @@ def logps(params, batch):
 
 
 def mean_loss(params, batch):
-    """Return the mean loss of any of the models."""
     if "model" in params["embed"]:
         own, other = (
             logps(plain({part: tree[name] for part, tree in params.items()}), batch)
@@ -216,7 +207,6 @@ def start(name):
 
 @functools.cache
 def by_hand(name):
-    """Return losses, gradients of the first step, and parameters after the last."""
     axes, rule, batch = MODELS[name].axes, tiny.optimizer(), tiny.text_batch()
     moving, rest = trained(start(name), axes), frozen(start(name), axes)
     complete = lambda moving: merged(moving, rest)
@@ -232,7 +222,6 @@ def by_hand(name):
 
 
 def on_mesh(name, case, precision="float32", matmul="auto"):
-    """Return the step of a model on a mesh, and its first state."""
     layout, rule = tiny.layout_of(case), tiny.optimizer()
     model = MODELS[name]
     formats = PrecisionConfig(compute_dtype=precision, matmul_dtype=matmul)

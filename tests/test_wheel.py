@@ -32,7 +32,6 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def installed(wheel, tmp_path) -> Path:
-    """Return the Python of an environment with the wheel and the other packages of this one."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=False)
     (site,) = home.glob("lib/python*/site-packages")

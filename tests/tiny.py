@@ -132,7 +132,6 @@ def make_update(rule: optax.GradientTransformation) -> Any:
 
 
 def schedule(step: Any) -> Any:
-    """Return a constant learning rate."""
     return jnp.full((), LEARNING_RATE, jnp.float32)
 
 
@@ -159,7 +158,6 @@ def text_batch(rows: int = ROWS, *, packed: bool = True, seed: int = 0) -> dict[
 
 
 def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random images and labels; some have weight 0.5, some 0."""
     rng = np.random.default_rng(seed)
     return {
         "images": rng.normal(size=(rows, IMAGE_SIZE, IMAGE_SIZE, 3)).astype(np.float32),
@@ -169,7 +167,6 @@ def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def batch_of(name: str) -> dict[str, np.ndarray]:
-    """Return the batch that a model trains on."""
     return image_batch() if name == "cnn" else text_batch()
 
 
@@ -211,14 +208,12 @@ def every_expert(x: Any, routing: Any, up: Any, down: Any, activate: Any) -> Any
 
 @functools.cache
 def reference(name: str, steps: int = 20) -> Trace:
-    """Return the reference run of `steps` on one device."""
     return train_by_hand(name, batch_of(name), steps)
 
 
 def train_by_hand(
     name: str, batch: Batch, steps: int = 20, objective: Objective | None = None
 ) -> Trace:
-    """Return the reference run on another batch, or with another objective."""
     model = model_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
@@ -285,7 +280,6 @@ class Case:
 
 
 def layout_of(case: Case) -> Layout:
-    """Return the layout of a case on the first devices."""
     spec = MeshSpec.parse(case.mesh)
     model = model_of(case.model)
     return Layout(
@@ -298,7 +292,6 @@ def layout_of(case: Case) -> Layout:
 
 
 def train_config(case: Case, **changes: Any) -> TrainConfig:
-    """Return the settings of a step of `ROWS` rows."""
     settings: dict[str, Any] = dict(
         global_batch_size=ROWS,
         seq_len=SEQ,
@@ -317,7 +310,6 @@ def plan_of(
     *,
     packed: bool = False,
 ) -> StepPlan:
-    """Return the plan of a step, with default settings, on the layout's devices."""
     settings = StepSettings(
         train or TrainConfig(), precision or PrecisionConfig(), pipeline or PipelineConfig()
     )
@@ -380,7 +372,6 @@ def place_state(
     offload: Offload = "none",
     copies: Sequence[str] = (),
 ) -> TrainState:
-    """Return the initial state with the layout of a case."""
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     start, loss_scale = initial_state(case.model), loss_scale or {}
     opt_state = jax.jit(rule.init)(start.params)
@@ -400,7 +391,6 @@ def place_state(
 
 
 def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:
-    """Run a case from the initial state."""
     step, state = step_of(case, **options)
     placed = place_batch(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
@@ -421,10 +411,8 @@ def _copy(x: Any) -> Any:
 
 
 def largest(tree: Any) -> float:
-    """Return the largest magnitude in a tree."""
     return max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(tree))
 
 
 def distance(tree: Any, other: Any) -> float:
-    """Return the largest difference between two trees of arrays."""
     return largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, other))

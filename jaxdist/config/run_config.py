@@ -326,7 +326,6 @@ class RunConfig:
         )
 
     def _stage_depths(self, num_stages: int, model: Model) -> tuple[int, ...]:
-        """Return the number of layers of each virtual stage; () without stages."""
         if num_stages == 1 or not model.num_layers:
             return ()
         head = 6.0 * model.vocab_size * model.dims.get("d_model", 0)  # FLOPs per token

@@ -114,12 +114,6 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
 
 
-def broadcast(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Return the root's array on every device. Sends as much as `all_reduce`."""
-    _check_root(root, axes)
-    return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
-
-
 def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
     """Return the sum over the group on the root, else zeros. Sends as much as `all_reduce`."""
     _check_root(root, axes)
@@ -194,7 +188,6 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def _neighbors(axis: str, group: int) -> list[list[int]] | None:
-    """Return the axis's devices in groups of neighbors; None for one group of all devices."""
     size = lax.axis_size(axis)
     if group == size:
         return None

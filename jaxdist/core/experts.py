@@ -98,18 +98,13 @@ def take(
     return jnp.where((source >= 0)[:, None], tokens, 0)
 
 
-def _take_forward(x: Array, source: Array, rows: Array) -> tuple[Array, Array]:
-    """Return tokens [rows, d_model], and the residual."""
-    return take(x, source, rows), rows
-
-
 def _take_backward(rows: Array, grad: Array) -> tuple[Array, None, None]:
     """Return the gradient of x [tokens, d_model], summed over its rows in float32."""
     total = sum(part.astype(jnp.float32) for part in _rows_of(grad, rows))
     return jnp.asarray(total).astype(grad.dtype), None, None
 
 
-take.defvjp(_take_forward, _take_backward)
+take.defvjp(lambda x, source, rows: (take(x, source, rows), rows), _take_backward)
 
 
 @jax.custom_vjp
@@ -127,11 +122,6 @@ def combine(
     return jnp.asarray(sum(part.astype(jnp.float32) * shares[:, i : i + 1] for i, part in parts))
 
 
-def _combine_forward(y: Array, shares: Array, source: Array, rows: Array) -> tuple[Array, Any]:
-    """Return the sums [tokens, d_model], and all arguments."""
-    return combine(y, shares, source, rows), (y, shares, source, rows)
-
-
 def _combine_backward(saved: Any, grad: Array) -> tuple[Array, Array, None, None]:
     """Return the gradients of y [rows, d_model] and shares [tokens, experts_per_token]."""
     y, shares, source, rows = saved
@@ -142,7 +132,7 @@ def _combine_backward(saved: Any, grad: Array) -> tuple[Array, Array, None, None
     return dy.astype(y.dtype), jnp.stack(parts, -1), None, None
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+combine.defvjp(lambda *inputs: (combine(*inputs), inputs), _combine_backward)
 
 
 def _rows_of(y: Array, rows: Array) -> list[Array]:

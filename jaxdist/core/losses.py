@@ -189,17 +189,13 @@ def _forward(
             part_x, part_targets, part_weights, kernel, vocabulary
         )
         dlogits = difference * part_weights[:, None] * slope
-        low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
-        dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
-        dkernel = vocabulary.weight_gradient(part_x, low)
+        dx, dkernel = head_gradients(part_x, kernel, dlogits, vocabulary)
         total = tuple(map(jnp.add, carry[0], sums)), carry[1] + dkernel
         return total, (dx.astype(grad_dtype), losses if vocabulary.by_token else None)
 
     parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
-    dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    zeros = _zero_sums(weights, vocabulary)
-    (sums, dkernel), (dx, losses) = scan_chunks(chunk, (zeros, dkernel), parts)
+    start = _zero_sums(weights, vocabulary), zero_gradient(x, kernel)
+    (sums, dkernel), (dx, losses) = scan_chunks(chunk, start, parts)
     dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
     if vocabulary.by_token:
         sums = (*sums, losses.reshape(-1)[: x.shape[0]])
@@ -270,6 +266,24 @@ def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, A
 
 _TILE = 128
 """Multiple of tokens for which products of a chunk are efficient."""
+
+
+def head_gradients(
+    x: Array, kernel: Array, dlogits: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array]:
+    """Return float32 gradients of x [tokens, d_model] and kernel [d_model, vocab_shard].
+
+    `dlogits` are [tokens, vocab_shard].
+    """
+    low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
+    dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
+    return dx, vocabulary.weight_gradient(x, low)
+
+
+def zero_gradient(x: Array, kernel: Array) -> Array:
+    """Return float32 zeros [d_model, vocab_shard], to which chunks of x add gradients."""
+    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
+    return collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
 
 
 def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

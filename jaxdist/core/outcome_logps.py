@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.losses import Vocabulary, chunk_tokens, logits_of, scan_chunks
+from jaxdist.core.losses import (
+    Vocabulary,
+    chunk_tokens,
+    head_gradients,
+    logits_of,
+    scan_chunks,
+    zero_gradient,
+)
 from jaxdist.core.softcap import slope_at
 from jaxdist.core.types import Array, TokenHead
 
@@ -64,13 +71,6 @@ def outcome_logps(
     return logps.reshape(-1, logps.shape[-1])[: x.shape[0]]
 
 
-def _forward(
-    x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, temperature: float
-) -> Any:
-    """Return the result of `outcome_logps`, [tokens, outcomes + 1], and its residuals."""
-    return outcome_logps(x, kernel, targets, vocabulary, temperature), (x, kernel, targets)
-
-
 def _backward(vocabulary: Vocabulary, temperature: float, saved: Any, grads: Array) -> Any:
     """Return the gradients of x [tokens, d_model] and of kernel [d_model, vocab_shard]."""
     x, kernel, targets = saved
@@ -81,17 +81,15 @@ def _backward(vocabulary: Vocabulary, temperature: float, saved: Any, grads: Arr
         _, probs, others, at, slope = _chunk_logps(x, targets, kernel, vocabulary, temperature)
         dlogits = others * dlogps[:, -1:] - probs * jnp.sum(dlogps, 1, keepdims=True)
         dlogits = dlogits.at[at].add(dlogps[:, :-1], mode="drop") * slope / temperature
-        low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
-        dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
-        return dkernel + vocabulary.weight_gradient(x, low), dx.astype(x.dtype)
+        dx, dw = head_gradients(x, kernel, dlogits, vocabulary)
+        return dkernel + dw, dx.astype(x.dtype)
 
-    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
-    dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    dkernel, dx = scan_chunks(chunk, dkernel, chunk_tokens((x, targets, grads), vocabulary.chunk))
+    parts = chunk_tokens((x, targets, grads), vocabulary.chunk)
+    dkernel, dx = scan_chunks(chunk, zero_gradient(x, kernel), parts)
     return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel.astype(kernel.dtype), None
 
 
-outcome_logps.defvjp(_forward, _backward)
+outcome_logps.defvjp(lambda *inputs: (outcome_logps(*inputs), inputs[:3]), _backward)
 
 
 def _chunk_logps(

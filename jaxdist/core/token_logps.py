@@ -16,7 +16,15 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.losses import Vocabulary, chunk_tokens, logits_of, scan_chunks, sum_over_tokens
+from jaxdist.core.losses import (
+    Vocabulary,
+    chunk_tokens,
+    head_gradients,
+    logits_of,
+    scan_chunks,
+    sum_over_tokens,
+    zero_gradient,
+)
 from jaxdist.core.outcome_logps import outcome_logps
 from jaxdist.core.softcap import slope_at
 from jaxdist.core.types import Array, TokenHead, TokenLogps
@@ -87,13 +95,6 @@ def _logps(
     return logps, entropy
 
 
-def _forward(
-    x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, sampling: LogitFilter
-) -> Any:
-    """Return the results of `_logps`, float32 [tokens] each, and its residuals."""
-    return _logps(x, kernel, targets, vocabulary, sampling), (x, kernel, targets)
-
-
 def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: Any) -> Any:
     """Return the gradients of x [tokens, d_model] and of kernel [d_model, vocab_shard]."""
     x, kernel, targets = saved
@@ -108,17 +109,15 @@ def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: 
         surprise = jnp.where(probs > 0, logps, 0.0) + entropy[:, None]
         dlogits = (hit - probs) * dlogps[:, None] - probs * surprise * dentropy[:, None]
         dlogits = dlogits * slope / sampling.temperature
-        low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
-        dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
-        return dkernel + vocabulary.weight_gradient(x, low), dx.astype(x.dtype)
+        dx, dw = head_gradients(x, kernel, dlogits, vocabulary)
+        return dkernel + dw, dx.astype(x.dtype)
 
-    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
-    dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
-    dkernel, dx = scan_chunks(chunk, dkernel, chunk_tokens((x, targets, *grads), vocabulary.chunk))
+    parts = chunk_tokens((x, targets, *grads), vocabulary.chunk)
+    dkernel, dx = scan_chunks(chunk, zero_gradient(x, kernel), parts)
     return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel.astype(kernel.dtype), None
 
 
-_logps.defvjp(_forward, _backward)
+_logps.defvjp(lambda *inputs: (_logps(*inputs), inputs[:3]), _backward)
 
 
 def _chunk_logps(

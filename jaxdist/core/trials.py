@@ -246,7 +246,6 @@ def offload_errors() -> dict[str, tuple[float, float]]:
 
 
 def _main(kind: str) -> None:
-    """Read a request from stdin and print the result as one line of JSON."""
     request = json.load(sys.stdin)
     if kind == "attention":
         use, dtype = request.pop("use"), jnp.dtype(request.pop("dtype"))

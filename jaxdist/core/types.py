@@ -238,12 +238,6 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _same_sum(x: Any, over: str) -> Any:
-    """Return x [...], because one device has all terms of the sum."""
-    del over
-    return x
-
-
 def _missing(*_: Any, **__: Any) -> Any:
     raise ValueError(
         "this Context lacks attend, experts or a loss: build it with step.make_context"
@@ -308,7 +302,9 @@ class Context:
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
     experts: Callable[..., Array] = _missing
-    sum: Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor"]], Any] = _same_sum
+    sum: Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor"]], Any] = (
+        lambda x, over: x  # one device has all terms
+    )
     tensor_index: Callable[[], Any] = int
     position_ids: Callable[[int], Array] = jnp.arange
     token_loss: Callable[..., Sums] = _missing

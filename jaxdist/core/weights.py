@@ -205,17 +205,13 @@ def gradient_barrier(tree: Any) -> Any:
     return tree
 
 
-def _barrier_forward(tree: Any) -> tuple[Any, None]:
-    return tree, None
-
-
 def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
     # Integer (int8) weights have no gradient.
     real = jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, cotangent)
     return (merged(jax.lax.optimization_barrier(real), cotangent),)
 
 
-gradient_barrier.defvjp(_barrier_forward, _barrier_backward)
+gradient_barrier.defvjp(lambda tree: (tree, None), _barrier_backward)
 
 
 @jax.tree_util.register_dataclass

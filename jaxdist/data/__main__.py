@@ -185,7 +185,6 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
 
 
 def _upload(made: Path, folder: Location) -> None:
-    """Copy a corpus to an object store, its metadata file last."""
     if _is_cut_upload(folder):
         folder.delete_tree()
     names = sorted(path.name for path in made.iterdir() if path.name != "corpus.json")
@@ -197,7 +196,6 @@ def _upload(made: Path, folder: Location) -> None:
 
 
 def _is_cut_upload(folder: Location) -> bool:
-    """Return whether a folder holds only an incomplete upload."""
     names = {} if folder.is_local else folder.sizes()
     is_part = re.compile(r"(tokens|weights)-\d{5}\.bin|documents\.bin").fullmatch
     rest = {name for name in names if not is_part(name)}

@@ -299,7 +299,6 @@ def read_ahead(
 
 
 def _copied(batch: Any) -> Any:
-    """Copy a batch out of shared memory."""
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
 
 

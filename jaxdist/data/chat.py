@@ -400,7 +400,6 @@ def _content(path: Location) -> bytes:
 
 
 def _first(learned: Learned) -> int:
-    """Return the index of the first learned answer; an index from the end is negative."""
     return -1 if learned == "last" else 0
 
 

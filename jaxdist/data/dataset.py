@@ -9,18 +9,18 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from jaxdist.data.best_fit import count_long
 from jaxdist.data.chat import JinjaTemplate
 from jaxdist.data.config import PACKING_FORMAT, DataConfig, is_token_folder
-from jaxdist.data.corpus import Corpus, cached_corpus
+from jaxdist.data.corpus import Corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import is_text
 from jaxdist.data.encoding import Encoder, make_encoder
-from jaxdist.data.files import find_files, size_of
+from jaxdist.data.files import find_files
 from jaxdist.data.hub_sets import is_hub_set
 from jaxdist.data.hub_stream import StreamedPart, StreamOrder, open_streamed
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
@@ -29,7 +29,7 @@ from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, split_t
 from jaxdist.data.record_kinds import LEARNED, SINGLE
 from jaxdist.data.record_rows import row_kind, split_records
 from jaxdist.data.stream import StreamDataset, open_stream
-from jaxdist.data.token_files import open_token_files, saved_arrow_files, select_token_files
+from jaxdist.data.token_files import open_corpus, saved_arrow_files, select_token_files
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import in_si
 from jaxdist.settings import ConfigError, problems_of
@@ -122,8 +122,11 @@ class Dataset:
     @property
     def token_bytes(self) -> np.ndarray | None:
         """UTF-8 bytes of each token, float32 [vocab]; None if unknown."""
-        own = any(isinstance(part, CustomRows) for part in self.parts)
-        return None if own or self.tokenizer is None else self.tokenizer.token_bytes
+        return None if self._is_custom or self.tokenizer is None else self.tokenizer.token_bytes
+
+    @property
+    def _is_custom(self) -> bool:
+        return any(isinstance(part, CustomRows) for part in self.parts)
 
     def describe(self) -> str:
         """Return one line for the log: rows, size, tokenizer, fingerprint."""
@@ -134,8 +137,7 @@ class Dataset:
         elif self.kind == "text":
             seq_len = self.fields["tokens"][0][0]
             words.append(f"of {seq_len} tokens ({in_si(self.num_rows * seq_len)} an epoch)")
-        own = any(isinstance(part, CustomRows) for part in self.parts)
-        extra = [] if own else [f"vocabulary {self.vocab_size:,}"]
+        extra = [] if self._is_custom else [f"vocabulary {self.vocab_size:,}"]
         if self.tokenizer is not None:
             extra.append(f"tokenizer {self.tokenizer.name}")
         if "packing" in self.identity:
@@ -191,7 +193,6 @@ def _with_stages(identity: dict[str, Any], stages: Sequence[Sequence[Any]]) -> d
 
 
 def _identity_until(identity: dict[str, Any], sample: int) -> dict[str, Any]:
-    """Return the identity of the samples before `sample`, or of the first one."""
     if "stages" not in identity:
         return identity
     first, *others = identity["stages"]
@@ -222,7 +223,13 @@ def open_datasets(
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed, python_source)
-    train, held_out = _open_files(config, seq_len, num_labels)
+    images = [is_cifar(source) for source in config.sources]
+    if any(images) and not all(images):
+        raise ConfigError(
+            f"data.sources={config.sources} mixes CIFAR-10 with text. Use sources of one kind."
+        )
+    opened = _open_images(config) if all(images) else _open_text(config, seq_len, num_labels)
+    train, held_out = opened
     if not config.stages:
         return train, held_out
     if not global_batch_size:
@@ -235,22 +242,9 @@ def open_datasets(
     return dataclasses.replace(train, stages=stages, weights=(), identity=identity), held_out
 
 
-def _open_files(
-    config: DataConfig, seq_len: int, num_labels: int
-) -> tuple[Dataset, Dataset | None]:
-    images = [is_cifar(source) for source in config.sources]
-    if all(images):
-        return _open_images(config)
-    if any(images):
-        raise ConfigError(
-            f"data.sources={config.sources} mixes CIFAR-10 with text. Use sources of one kind."
-        )
+def _open_text(config: DataConfig, seq_len: int, num_labels: int) -> tuple[Dataset, Dataset | None]:
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more.")
-    return _open_text(config, seq_len, num_labels)
-
-
-def _open_text(config: DataConfig, seq_len: int, num_labels: int) -> tuple[Dataset, Dataset | None]:
     encoder = make_encoder(
         load_tokenizer(config.tokenizer_name, config.eos_token, config.text_format),
         records=config.records,
@@ -263,29 +257,29 @@ def _open_text(config: DataConfig, seq_len: int, num_labels: int) -> tuple[Datas
     sources = [*stored, *(source for _, source in config.eval_sets)]
     texts = _text_sources(config, sources)
     plain = make_encoder(encoder.tokenizer, text_field=config.text_field)
-    corpora = [_open_corpus(x, plain if x in texts else encoder) for x in sources]
+    corpora = [open_corpus(x, plain if x in texts else encoder) for x in sources]
     _check_tokenizers(encoder.tokenizer, sources, corpora)
     _warn_of_old_rules(config, encoder, sources, corpora)
-    split = _splitter(config, corpora, seq_len, num_labels)
+    packing, split = _splitter(config, corpora, seq_len, num_labels)
     train: list[Part] = []
     rest: list[Part] = []
     opened, others = iter(corpora[: len(stored)]), corpora[len(stored) :]
     for source, is_streamed in zip(config.sources, streamed, strict=True):
         if is_streamed:
-            stream = open_streamed(config, source, encoder, split.rows, split.packing, seq_len)
+            stream = open_streamed(config, source, encoder, split, packing, seq_len)
             train.append(stream)
             rest += stream.held_out
             continue
         corpus = next(opened)
-        rows, held_rows = split.rows(corpus, held)
+        rows, held_rows = split(corpus, held)
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
             rest.append(_with_rows(held_rows, "held-out part of", source, corpus, seq_len, held))
     for (_, source), corpus in zip(config.eval_sets, others, strict=True):
-        rows, _ = split.rows(corpus, 0.0)
+        rows, _ = split(corpus, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
     used = corpora[0].tokenizer if stored else encoder.tokenizer
-    about = {"seq_len": seq_len, "packing": split.packing, "tokenizer": used.fingerprint}
+    about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
     dataset = functools.partial(
         _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
     )
@@ -316,14 +310,13 @@ def _dataset(
     )
 
 
-class _Split(NamedTuple):
-    """A packing and its function: (corpus, held-out fraction) -> training and held-out rows."""
-
-    packing: str
-    rows: Callable[[Corpus, float], tuple[Part, Part | None]]
+_Split: TypeAlias = Callable[[Corpus, float], tuple[Part, Part | None]]
+"""(corpus, held-out fraction) -> training and held-out rows."""
 
 
-def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int, num_labels: int) -> _Split:
+def _splitter(
+    config: DataConfig, corpora: list[Corpus], seq_len: int, num_labels: int
+) -> tuple[str, _Split]:
     long_records = config.long_records
     problems = [
         f"{str(corpus.folder)!r} has tokens of {corpus.records} records, and data.records is "
@@ -336,16 +329,13 @@ def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int, num_label
         raise ConfigError(problems)
     if config.has_single_rows:
         kind = row_kind(config.records, num_labels)
-        return _Split(
-            config.records,
-            lambda corpus, held: split_records(
-                corpus,
-                seq_len=seq_len,
-                held=held,
-                kind=kind,
-                num_labels=num_labels,
-                long_records=long_records,
-            ),
+        return config.records, lambda corpus, held: split_records(
+            corpus,
+            seq_len=seq_len,
+            held=held,
+            kind=kind,
+            num_labels=num_labels,
+            long_records=long_records,
         )
     packing = _packing(config, corpora, seq_len)
     drop = long_records == "drop"
@@ -357,7 +347,7 @@ def _splitter(config: DataConfig, corpora: list[Corpus], seq_len: int, num_label
         drop_long=drop and corpus.weighted,
         one_by_one=config.text_format < PACKING_FORMAT,
     )
-    return _Split(packing, rows)
+    return packing, rows
 
 
 def _packing(
@@ -405,24 +395,6 @@ def _text_sources(config: DataConfig, sources: list[str]) -> set[str]:
 
     texts = set(filter(is_plain, sources))
     return set() if texts >= {*config.sources} else texts  # without records, opening rejects them
-
-
-def _open_corpus(source: str, encoder: Encoder) -> Corpus:
-    if is_token_folder(source):
-        return Corpus(source)
-    if arrow_files := saved_arrow_files(source):
-        return open_token_files(arrow_files, source, encoder)
-    files = find_files(source)
-    if token_files := select_token_files(files, source):
-        return open_token_files(token_files, source, encoder)
-    if len(files) == 1 and size_of(files[0]) == 0:
-        raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
-    if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
-        raise ConfigError(
-            f"{str(files[0])!r} is not text, and token files are read only from a local path. "
-            "Copy it, or make a token folder from text with `python -m jaxdist.data SRC --out DIR`."
-        )
-    return cached_corpus(files, source, encoder)
 
 
 def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:

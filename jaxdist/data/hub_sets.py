@@ -236,7 +236,6 @@ def _declared(data_files: Any, paths: list[str]) -> dict[str, list[str]]:
 
 
 def _split_of(path: str) -> str:
-    """Return the split that a path names; "" if it names none."""
     if match := re.fullmatch(r"(.*/)?([\w.]+)-\d{5}-of-\d{5}.*", path):
         return match[2]
     for part in reversed(path.split("/")):

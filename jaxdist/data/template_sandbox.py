@@ -73,9 +73,6 @@ class Template:
             process.wait()
 
 
-# --- the child ------------------------------------------------------------------------------------
-
-
 def _serve() -> None:
     """Answer each line of JSON on stdin until it ends; the first line is the template."""
     import resource

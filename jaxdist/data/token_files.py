@@ -32,9 +32,10 @@ from typing import Any
 import numpy as np
 
 from jaxdist.data.cache import cache_folder, only_one
-from jaxdist.data.corpus import Corpus, corpus_digest, write_index
+from jaxdist.data.config import is_token_folder
+from jaxdist.data.corpus import Corpus, cached_corpus, corpus_digest, write_index
 from jaxdist.data.encoding import Encoder
-from jaxdist.data.files import DataFile, read_errors
+from jaxdist.data.files import DataFile, find_files, read_errors, size_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
@@ -99,6 +100,25 @@ def select_token_files(files: Sequence[DataFile], source: str) -> list[Path]:
             f"Select token files of one kind with a glob, e.g. {source.rstrip('/')}/*train*.bin"
         )
     return chosen
+
+
+def open_corpus(source: str, encoder: Encoder) -> Corpus:
+    """Open a source of text, tokens or records as a corpus; text is tokenized and cached."""
+    if is_token_folder(source):
+        return Corpus(source)
+    if arrow_files := saved_arrow_files(source):
+        return open_token_files(arrow_files, source, encoder)
+    files = find_files(source)
+    if token_files := select_token_files(files, source):
+        return open_token_files(token_files, source, encoder)
+    if len(files) == 1 and size_of(files[0]) == 0:
+        raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
+    if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
+        raise ConfigError(
+            f"{str(files[0])!r} is not text, and token files are read only from a local path. "
+            "Copy it, or make a token folder from text with `python -m jaxdist.data SRC --out DIR`."
+        )
+    return cached_corpus(files, source, encoder)
 
 
 def open_token_files(files: Sequence[Path], source: str, encoder: Encoder) -> Corpus:

@@ -343,7 +343,6 @@ def _tensors_of(
 
 
 def _input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
-    """Return the sizes of the input dims of an array of a layer."""
     if array == "attention/out":
         return decoder.num_heads, decoder.head_width
     return (decoder.mlp_dim if array == "mlp/down" else decoder.d_model,)

@@ -60,7 +60,6 @@ def rate_factor(config: OptimConfig, name: str) -> float:
 
 
 def _values(groups: Sequence[str], name: str) -> dict[str, float]:
-    """Return `lr` and `weight_decay` of the first group that matches a parameter or its folder."""
     for text in groups:
         pattern, *values = text.split(":")
         if any(fnmatch.fnmatchcase(name, end) for end in (pattern, f"{pattern}/*")):

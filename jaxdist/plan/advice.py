@@ -73,9 +73,6 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
     ]
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     choice, best = plan.choice, plan.search.best
     other = best.command(plan.base) if plan.mesh_is_fixed and best is not None else ""
@@ -151,9 +148,6 @@ def _step_s(plan: Plan, matmul_dtype: Any) -> float:
     precision = dataclasses.replace(job.config.precision, matmul_dtype=matmul_dtype)
     config = dataclasses.replace(job.config, precision=precision)
     return estimate_time(Job.of(config, job.spec, job.cluster, job.model)).seconds
-
-
-# --- the mesh -------------------------------------------------------------------------------------
 
 
 def _mesh(plan: Plan) -> Iterator[Advice]:
@@ -269,9 +263,6 @@ _EXCHANGES = {
 }
 
 
-# --- number and type of GPUs ----------------------------------------------------------------------
-
-
 def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
     gpus = compared(catalog, plan.cluster.gpu)
@@ -357,9 +348,6 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
 _WORTH_IT = 1.6  # minimum speedup to recommend twice the GPUs
 
 
-# --- batch and learning rate ----------------------------------------------------------------------
-
-
 def _batch(plan: Plan) -> Iterator[Advice]:
     job, optim, rows = plan.choice.job, plan.base.optim, plan.base.train.global_batch_size
     text = (
@@ -390,9 +378,6 @@ def _lr_scaling(plan: Plan) -> str:
         return f"optim.lr_scaling={optim.lr_scaling}"
     rule = "linear" if optim.optimizer == "sgd" else "sqrt"
     return f"--optim.lr-scaling {rule}:{plan.base.train.global_batch_size}"
-
-
-# --- failures -------------------------------------------------------------------------------------
 
 
 def _checkpoints(plan: Plan) -> Iterator[Advice]:
@@ -474,9 +459,6 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
 
 def _cost(cost: RunCost) -> str:
     return f"{money(cost.money, 'USD')} and takes {duration(DAY_S * cost.days)}"
-
-
-# --- the compiler ---------------------------------------------------------------------------------
 
 
 def _compiler(plan: Plan) -> Iterator[Advice]:

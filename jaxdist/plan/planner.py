@@ -151,7 +151,6 @@ def _check_candidates(
 
 
 def _needed(choice: Candidate, compiled: CompiledStep) -> float:
-    """Return the bytes per device of a compiled step, and of the teacher outside of it."""
     return compiled.memory.total_bytes + choice.memory.state.get(TEACHER, 0.0)
 
 

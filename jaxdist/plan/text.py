@@ -272,9 +272,6 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
         yield from wrap(f"{item.topic}: {item.text}", head="  - ")
 
 
-# --- pipeline schedules: `--show-schedule` --------------------------------------------------------
-
-
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
     """Draw every schedule for these sizes, and a table that compares them."""
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]

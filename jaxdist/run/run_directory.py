@@ -207,7 +207,6 @@ _MAX_CANDIDATES = 30
 
 
 def _runs_near(path: Location) -> str:
-    """Suggest runs close to a wrong path: most wrong paths are one directory off."""
     for root in (path.parent, path.parent.parent):
         names = root.entries() if root.is_local else root.entries()[-_MAX_CANDIDATES:]
         written = {root / name: (root / name / "metrics.jsonl").version() for name in names}

@@ -55,7 +55,7 @@ from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 from jaxdist.objectives import regularized
-from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.plan.estimate.memory_check import Budget, allocator_limit
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.start_checks import check_finite
 from jaxdist.runtime import coordination
@@ -219,7 +219,7 @@ class Parts:
             **self._state_options,
         )
         if self.has_adapters:
-            self.base["digest"] = self._base_digest(state.params)
+            self.base["digest"] = digest_of(base_of(frozen(state.params, self.model.axes)))
         if self.moments is not None:
             self.moments.fill_zeros()
         return self.in_execution_order(state)
@@ -260,9 +260,9 @@ class Parts:
             log.info("%s of checkpoint %d not loaded: no %s", name, step, GROUPS[name].setting)
         for name in [name for name in copies if name not in stored]:
             log.info("checkpoint %d has no %s: initializing it from the weights", step, name)
-            shardings = jax.tree.map(lambda x: x.sharding, target.copies[name])
             start = functools.partial(GROUPS[name].start, axes=self.model.axes)
-            copies[name] = jax.jit(start, out_shardings=shardings)(state.params)
+            make = jax.jit(start, out_shardings=_shardings(target.copies[name]))
+            copies[name] = make(state.params)
         state = dataclasses.replace(state, copies=copies)
         return self.in_execution_order(state), meta, step
 
@@ -283,22 +283,16 @@ class Parts:
             return state
         return dataclasses.replace(state, params=trained(state.params, self.model.axes))
 
-    def _base_digest(self, params: Params) -> str:
-        """Return a digest of the frozen weights next to adapters, in the order of the model."""
-        return digest_of(base_of(frozen(params, self.model.axes)))
-
     def _with_base(self, params: Params, meta: Mapping[str, Any], step: int) -> Params:
-        """Return adapters with their frozen weights, after comparing the weights' digest."""
         if not self.has_adapters:
             self._check_base(meta, step)
             return params
         params = with_base(params, self.initial_params())
-        self.base["digest"] = self._base_digest(params)
+        self.base["digest"] = digest_of(base_of(frozen(params, self.model.axes)))
         self._check_base(meta, step)
         return params
 
     def _check_base(self, meta: Mapping[str, Any], step: int) -> None:
-        """Reject a checkpoint of a run that started from other weights than this one."""
         # Imported adapters lack a digest, and other commands may not have loaded the weights.
         if self.base and self.base != meta.get("base", self.base):
             start = self.config.init_from or f"seed {self.config.seed}"
@@ -314,11 +308,9 @@ class Parts:
             return params
         make = lambda seed: only_adapters(trained(self._random_params(seed), self.model.axes))
         adapters = only_adapters(self.without_base(self.abstract_state()).params)
-        shardings = jax.tree.map(lambda x: x.sharding, adapters)
-        make = jax.jit(make, static_argnums=0, out_shardings=shardings)
+        make = jax.jit(make, static_argnums=0, out_shardings=_shardings(adapters))
         params = with_base(make(self.config.seed), params)
-        shardings = jax.tree.map(lambda x: x.sharding, params)
-        return jax.jit(with_start, out_shardings=shardings, donate_argnums=0)(params)
+        return jax.jit(with_start, out_shardings=_shardings(params), donate_argnums=0)(params)
 
     def _random_params(self, seed: int) -> Params:
         init_key, _ = jax.random.split(jax.random.key(seed))  # as in `state.make_state`
@@ -376,27 +368,19 @@ class Parts:
 
         pairs = [(leaf, new) for (_, leaf), new in zip(named, is_random, strict=True)]
         placed = [leaf for leaf, new in pairs if new]
-        shardings = jax.tree.map(lambda x: x.sharding, placed)
-        make = jax.jit(random_leaves, static_argnums=0, out_shardings=shardings)
+        make = jax.jit(random_leaves, static_argnums=0, out_shardings=_shardings(placed))
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for leaf, new in pairs]
         target = jax.tree.unflatten(structure, leaves)
-        return self.stored_params(path, target, reinit=reinit) if path else target
+        return self.stored_params(path, target, reinit) if path else target
 
-    def stored_params(
-        self,
-        path: str,
-        target: Params | None = None,
-        *,
-        reinit: Collection[str] = (),
-    ) -> Params:
+    def stored_params(self, path: str, target: Params, reinit: Collection[str]) -> Params:
         """Load weights onto this mesh; weights of a run are verified.
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
-        `Checkpointer.restore_params`; `target` defaults to all parameters of the model. Weights of
-        Hugging Face are quantized before the next array is read.
+        `Checkpointer.restore_params`. Weights of Hugging Face are quantized before the next array
+        is read.
         """
-        target = self.abstract_state().params if target is None else target
         dense, quantize = to_quantize(target, self.config.lora.blocks(self.config.model))
         if is_model(path):
             folder = folder_of(path, weights=True)
@@ -440,7 +424,7 @@ def assemble(
     spec, reason = config.choose_mesh(
         len(devices),
         model=model,
-        memory_bytes=_device_memory(devices),
+        memory_bytes=allocator_limit(devices),
         needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
     is_shrunk = config is not original
@@ -492,8 +476,7 @@ def assemble(
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
     """Return the parts for rows of these fields, after checking cuDNN's kernel for them.
 
-    The kernel is used only if the check succeeds. The check is skipped if the kernel is not
-    eligible.
+    The kernel is used only if the check succeeds, and checked only if it is eligible.
     """
     packed, train = "segments" in fields, parts.config.train
     if packed != parts.packed:
@@ -503,21 +486,13 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
-    """Return the parts, and their budget, with every decision about the step for rows of `fields`.
-
-    cuDNN's kernel is compared first, because the choice of remat "auto" depends on it.
-    """
-    parts = compare_kernel(parts, fields)
+    """Return the parts, and their budget, with every decision about steps of `fields`."""
+    parts = compare_kernel(parts, fields)  # first, because the choice of remat "auto" depends on it
     if budget is None:
         return parts, None
     budget = budget.replanned(parts.packed, parts.check)
     return parts.within(budget), budget
 
 
-def _device_memory(devices: Sequence[Any]) -> int | None:
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    try:
-        stats = local[0].memory_stats() if local else None
-    except jax.errors.JaxRuntimeError:  # devices of a topology description have no memory stats
-        stats = None
-    return (stats or {}).get("bytes_limit")
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)

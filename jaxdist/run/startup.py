@@ -62,7 +62,6 @@ def audited_meshes(config: RunConfig) -> set[str]:
 
 
 def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
-    """Return the records of environment.json, the newest first; [] for a new run."""
     path = config.run_dir if config.resume in ("auto", "never") else config.resume
     if not path:
         return []

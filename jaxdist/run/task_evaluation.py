@@ -22,9 +22,9 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step.row_logps import make_row_values, row_logps
 from jaxdist.core.types import Array, Batch, Context, Params, TokenHead
 from jaxdist.data.tokenizer import Tokenizer, begin_text, load_tokenizer
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_generation import Decoder, make_decoder
-from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
 
@@ -123,7 +123,6 @@ def _manager(tasks: Sequence[str], task_folder: str) -> Any:
 
 @contextlib.contextmanager
 def _readable(tasks: Sequence[str]) -> Iterator[None]:
-    """Raise `ConfigError` if the block cannot read the data of tasks."""
     try:
         yield
     except (ConnectionError, FileNotFoundError) as error:

@@ -24,8 +24,8 @@ from jaxdist.core.weights import with_weights
 from jaxdist.data import DataConfig, Dataset, TrainData, load_tokenizer
 from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
 from jaxdist.data.tokenizer import Tokenizer, begin_text
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.setup import Parts
-from jaxdist.run.text_settings import TextSettings
 from jaxdist.settings import ConfigError
 
 

@@ -112,7 +112,8 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     """
     import jax
 
-    chosen = os.fspath(directory) if directory else _default_cache()
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") or os.environ.get("JAXDIST_CACHE")
+    chosen = os.fspath(directory) if directory else own or "~/.cache/jaxdist/xla"
     if chosen == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return None
@@ -208,12 +209,6 @@ def _unsafe(folder: Path) -> str:
         if info.st_mode & stat.S_IWOTH and not is_sticky_parent:
             return f"can be written by every user ({path})"
     return ""
-
-
-def _default_cache() -> str:
-    environ = os.environ
-    chosen = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("JAXDIST_CACHE")
-    return chosen or "~/.cache/jaxdist/xla"
 
 
 def _machine() -> str:

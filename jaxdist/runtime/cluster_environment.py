@@ -168,9 +168,6 @@ def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
 
 
-# --- python -m jaxdist.launch -------------------------------------------------------------------
-
-
 def _from_launch(environ: Mapping[str, str]) -> JoinPlan | None:
     if "JAXDIST_PROCESS_ID" not in environ:
         return None
@@ -185,8 +182,6 @@ def _from_launch(environ: Mapping[str, str]) -> JoinPlan | None:
         attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
     )
 
-
-# --- Kubernetes operators -------------------------------------------------------------------------
 
 _SPELLINGS = (
     # coordinator address, its port, number of processes, process id
@@ -230,9 +225,6 @@ def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
     )
 
 
-# --- Open MPI -------------------------------------------------------------------------------------
-
-
 def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
         return None
@@ -270,8 +262,6 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
     # Unique per job: identifies the mpirun process (Open MPI 4) or the job (Open MPI 5).
     return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
 
-
-# --- other MPI launchers --------------------------------------------------------------------------
 
 _MPI = (
     # rank, number of processes, rank on the host, processes on the host; "" = not available
@@ -314,9 +304,6 @@ def _from_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
         local_process_id=_number(environ, local_rank, 0),
         attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
     )
-
-
-# --- SLURM ----------------------------------------------------------------------------------------
 
 
 def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
@@ -376,9 +363,6 @@ def _hosts_of_step(environ: Mapping[str, str]) -> list[str]:
     return hosts
 
 
-# --- which GPUs -----------------------------------------------------------------------------------
-
-
 def _local_devices(
     environ: Mapping[str, str], plan: JoinPlan, num_gpus: int
 ) -> tuple[int, ...] | None:
@@ -406,9 +390,6 @@ def _local_devices(
         )
     share = count // plan.num_local_processes
     return tuple(range(plan.local_process_id * share, (plan.local_process_id + 1) * share))
-
-
-# --- checks and small readers ---------------------------------------------------------------------
 
 
 def _check(plan: JoinPlan) -> None:

@@ -77,11 +77,6 @@ class JoinedJob:
     attempt: int
 
     @property
-    def is_main(self) -> bool:
-        """Return whether this process reports for the job: logs, metrics, summaries."""
-        return self.process_id == 0
-
-    @property
     def num_devices(self) -> int:
         """Number of devices of the job."""
         return self.num_processes * len(self.local_devices)
@@ -180,9 +175,6 @@ def _check_gloo_address(plan: JoinPlan) -> None:
             f"host {name} resolves its own name to the loopback address {address}, which CPU "
             f"processes on other hosts would use. Remove this entry from /etc/hosts on {name}."
         )
-
-
-# --- devices --------------------------------------------------------------------------------------
 
 
 def _wants_gpu() -> bool:

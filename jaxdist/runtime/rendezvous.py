@@ -70,9 +70,6 @@ def _proof(plan: JoinPlan, sender: str) -> bytes:
     return hmac.new(plan.token.encode(), sender.encode(), hashlib.sha256).hexdigest().encode()
 
 
-# --- process 0 ------------------------------------------------------------------------------------
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """Open the port; raise if it is taken, because gRPC would share it between two jobs."""
     try:
@@ -230,9 +227,6 @@ def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> st
         ", ".join(sorted(own)) or "nothing",
     )
     return f"[::]:{port}"
-
-
-# --- other processes ------------------------------------------------------------------------------
 
 
 def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:

@@ -305,7 +305,6 @@ def _doc(cls: type) -> str:
 
 
 def _root(cls: type, fields: list[Field], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Yield the groups outside of sections, starting with settings that the command adds."""
     own = [f for f in fields if f.name in spelled or f.name in vars(cls).get("__annotations__", {})]
     inherited = [f for f in fields if f not in own]
     yield _group("Options of this command" if inherited else "Options", own, spelled)

@@ -93,7 +93,6 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         "offload": offload_problems(compiled) if offloaded_names(parts.plan.remat) else [],
         "compile_s": compile_s,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "target": text,
     }
 

@@ -18,6 +18,7 @@ from jaxdist.config import settings_before
 from jaxdist.core.step.row_logps import make_row_values
 from jaxdist.core.types import Array, Batch, Context, TokenHead
 from jaxdist.data import Dataset, open_datasets
+from jaxdist.run.command_settings import DeviceSettings
 from jaxdist.run.data_checks import in_examples
 from jaxdist.run.metrics_log import encode
 from jaxdist.run.reference import with_reference
@@ -46,17 +47,13 @@ _NUM_PARTS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpikeConfig:
+class SpikeConfig(DeviceSettings):
     """The step of a run, and the devices."""
 
     run: str = setting("", "run directory", required=True)
     step: int = setting(0, "step whose batch is listed", required=True, ge=0)
     top: int = setting(10, "number of rows to list, those with the highest loss; 0 = all", ge=0)
     width: int = setting(120, "number of characters of text printed for each row", ge=0)
-    mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
-    simulate: int = setting(
-        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
-    )
     json: bool = setting(False, "print one JSON object instead of text")
 
 

@@ -213,9 +213,6 @@ def _attend_over_groups(
     return ring.in_device_order(attend_ring(*inputs, rule, ring))
 
 
-# --- heads for positions --------------------------------------------------------------------------
-
-
 class _Group(NamedTuple):
     """Neighbors on the context axis that split heads, not positions, during attention."""
 
@@ -250,9 +247,6 @@ def _reordered(
 ) -> Shaped[Array, "batch seq *rest"]:
     chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
     return chunks[:, order].reshape(x.shape)
-
-
-# --- all-gather of keys and values ----------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

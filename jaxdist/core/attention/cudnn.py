@@ -175,9 +175,6 @@ def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any
     return lax.while_loop(has_next, step, (first, totals))[1]
 
 
-# --- the operations -------------------------------------------------------------------------------
-
-
 def forward(
     query: Q,
     key: KV,

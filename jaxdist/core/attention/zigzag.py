@@ -134,9 +134,6 @@ def scatter_to_positions(
     return scatter(dq), scatter(dk), scatter(dv)
 
 
-# --- calls of the kernel --------------------------------------------------------------------------
-
-
 def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Q, Lse]:
     """Attend to the keys of the same chunks as the queries."""
     if keys.segments is not None:
@@ -237,9 +234,6 @@ def _select(
 ) -> Float[Array, "batch length ..."]:
     mask = jnp.expand_dims(mask, tuple(range(mask.ndim, x.ndim)))
     return jnp.where(mask, x, jnp.asarray(other, x.dtype))
-
-
-# --- halves ---------------------------------------------------------------------------------------
 
 
 def early(tree: Tree) -> Tree:

@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Float32, Shaped
 
 from jaxdist.core import collectives, types
-from jaxdist.core.matmul.fp8 import E4M3, SCALE, largest_of, scale_of
+from jaxdist.core.matmul.fp8 import E4M3, SCALE, largest_of, names_of, scale_of
 from jaxdist.core.types import Array
 
 E8M0, E2M1 = jnp.float8_e8m0fnu, jnp.float4_e2m1fn
@@ -111,9 +111,6 @@ def _join(blocks: Float[Array, "batch rows blocks size"]) -> Float[Array, "batch
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-# --- products -------------------------------------------------------------------------------------
-
-
 def make_dot(
     matmul_dtype: str,
     axes: tuple[str, ...],
@@ -162,12 +159,12 @@ class _Scaled(NamedTuple):
 
     def forward(self, x: Array, w: Array, scales: Scales | None) -> Array:
         """Return the product [*dims] of x [*dims] and w [*dims]."""
-        names = _names(self.dims)
+        names = names_of(self.dims)
         return checkpoint_name(self._multiply(names, x, w, self.out_dtype, scales), PRODUCT)
 
     def backward(self, x: Array, w: Array, g: Array) -> tuple[Array, Array]:
         """Return gradients of x [*dims] and w [*dims] from the result's gradient g [*dims]."""
-        left, right, out = _names(self.dims)
+        left, right, out = names_of(self.dims)
         dx = self._multiply((out, right, left), g, w, x.dtype)
         return dx, self._multiply((left, out, right), x, g, x.dtype)
 
@@ -215,12 +212,6 @@ class _Scaled(NamedTuple):
         if a.scale is None or b.scale is None:
             return product
         return product * a.scale.astype(dtype) * b.scale.astype(dtype)
-
-
-def _names(dims: str) -> tuple[list[str], list[str], list[str]]:
-    inputs, _, out = dims.partition("->")
-    left, right = inputs.split(",")
-    return left.split(), right.split(), out.split()
 
 
 def _lay_out(x: Array, names: list[str], groups: Sequence[list[str]]) -> Array:

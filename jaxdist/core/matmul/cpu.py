@@ -49,11 +49,6 @@ def _dot(dims: str, x: Array, w: Array) -> Array:
     return types.dot(dims, x, w)
 
 
-def _forward(dims: str, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Return the product [*dims named after the arrow] and its residuals."""
-    return types.dot(dims, x, w), (x, w)
-
-
 def _backward(dims: str, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     """Return gradients of x [*first dims named] and w [*second dims named]."""
     x, w = saved
@@ -66,7 +61,7 @@ def _backward(dims: str, saved: tuple[Array, Array], g: Array) -> tuple[Array, A
     return dx.reshape(x.shape), dw.reshape(w.shape)
 
 
-_dot.defvjp(_forward, _backward)
+_dot.defvjp(lambda dims, x, w: (types.dot(dims, x, w), (x, w)), _backward)
 
 
 def _num_inner(dims: str) -> int:

@@ -84,8 +84,6 @@ def widen(x: Float[Array, "*dims"], scale: Float32[Array, ""], dtype: Any) -> Fl
     return x.astype(dtype) * scale.astype(dtype)
 
 
-# --- products -------------------------------------------------------------------------------------
-
 Rounded: TypeAlias = tuple[Shaped[Array, "..."], Float32[Array, ""]]
 """An array in 8 bits and its scale."""
 
@@ -130,6 +128,13 @@ def make_dot(
     return dot
 
 
+def names_of(dims: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the names in `dims`, which are as in `types.dot`."""
+    inputs, _, out = dims.partition("->")
+    left, right = inputs.split(",")
+    return left.split(), right.split(), out.split()
+
+
 class _Product(NamedTuple):
     """A product and its two gradient products; `dims` as in `types.dot`.
 
@@ -145,12 +150,12 @@ class _Product(NamedTuple):
 
     def forward(self, x: Rounded, w: Rounded) -> Array:
         """Return the product [*dims]."""
-        left, right, out = self._names()
+        left, right, out = names_of(self.dims)
         return self._multiply((left, right, out), x, w, self.out_dtype)
 
     def backward(self, x: Rounded, w: Rounded, g: Rounded) -> tuple[Array, Array]:
         """Return gradients of x [*dims] and w [*dims] from the result's gradient g."""
-        left, right, out = self._names()
+        left, right, out = names_of(self.dims)
         dx = self._multiply((out, right, left), g, w, self.dtype)
         return dx, self._multiply((left, out, right), x, g, self.dtype)
 
@@ -161,11 +166,6 @@ class _Product(NamedTuple):
     def rounded(self, x: Float[Array, "*dims"], dtype: Any) -> Rounded:
         scale = checkpoint_name(scale_of(largest_of(x, self.axes), dtype), SCALE)
         return narrow(x, scale, dtype), scale
-
-    def _names(self) -> tuple[list[str], list[str], list[str]]:
-        inputs, _, out = self.dims.partition("->")
-        left, right = inputs.split(",")
-        return left.split(), right.split(), out.split()
 
     def _multiply(
         self, names: tuple[list[str], list[str], list[str]], a: Rounded, b: Rounded, dtype: Any
@@ -293,12 +293,6 @@ def gather_rounded(
     return widen(weight8, scale, dtype), weight8
 
 
-def _gather_forward(
-    how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
-) -> tuple[tuple[_Weight, _Weight], None]:
-    return gather_rounded(how, w, near, scale), None
-
-
 def _gather_backward(
     how: _How, _: None, gradients: tuple[_Weight, Any]
 ) -> tuple[Float32[Array, "*shard"], None, None]:
@@ -309,4 +303,4 @@ def _gather_backward(
     return gradient.astype(jnp.float32), None, None
 
 
-gather_rounded.defvjp(_gather_forward, _gather_backward)
+gather_rounded.defvjp(lambda *inputs: (gather_rounded(*inputs), None), _gather_backward)

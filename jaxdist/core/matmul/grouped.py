@@ -81,11 +81,6 @@ def _grouped(
     return run(x, w, sizes, block)
 
 
-def _forward(x: Array, w: Array, sizes: Array, block: int, is_batched: bool) -> Any:
-    """Return the products [rows, out], and the arguments."""
-    return _grouped(x, w, sizes, block, is_batched), (x, w, sizes)
-
-
 def _backward(block: int, is_batched: bool, saved: Any, grad: Array) -> tuple[Array, Array, None]:
     """Return the gradients of x [rows, in] and w [groups, in, out]."""
     x, w, sizes = saved
@@ -94,10 +89,7 @@ def _backward(block: int, is_batched: bool, saved: Any, grad: Array) -> tuple[Ar
     return dx, sum_blocks(x, grad, w, sizes, block).astype(w.dtype), None
 
 
-_grouped.defvjp(_forward, _backward)
-
-
-# --- a loop over blocks, for CPUs -----------------------------------------------------------------
+_grouped.defvjp(lambda *inputs: (_grouped(*inputs), inputs[:3]), _backward)
 
 
 def _looped(x: Array, w: Array, sizes: Array, block: int) -> Array:
@@ -138,9 +130,6 @@ def _for_blocks(
     state = (collectives.vary(jnp.int32(0), tuple(collectives.varying_axes(sizes))), carry)
     step = lambda state: (state[0] + 1, body(take(state[0]), state[1]))
     return lax.while_loop(lambda state: state[0] < count, step, state)[1]
-
-
-# --- batched products, for GPUs -------------------------------------------------------------------
 
 
 def _batched(x: Array, w: Array, sizes: Array, block: int) -> Array:
@@ -193,9 +182,6 @@ def _rows_of(x: Array, blocks: _Blocks, block: int) -> Array:
     offset = jnp.arange(block, dtype=jnp.int32)
     index = jnp.minimum(blocks.start[:, None] + offset, x.shape[0] - 1)
     return jnp.where((offset < blocks.used[:, None])[..., None], x[index], 0)
-
-
-# --- both -----------------------------------------------------------------------------------------
 
 
 def _blocks_of(sizes: Array, num_rows: int, block: int) -> _Blocks:

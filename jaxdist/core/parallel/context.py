@@ -163,11 +163,6 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
     return moved
 
 
-def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    del sequence_parallel
-    return {"position_ids": local_position_ids}
-
-
 CONTEXT = Axis(
     name="context",
     short="cp",
@@ -183,5 +178,5 @@ CONTEXT = Axis(
     complexity=2,
     problems=_problems,
     traffic=_traffic,
-    hooks=_hooks,
+    hooks=lambda sequence_parallel: {"position_ids": local_position_ids},
 )

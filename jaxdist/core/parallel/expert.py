@@ -78,7 +78,7 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
         axes = tuple(sorted({axis for array in inputs for axis in collectives.varying_axes(array)}))
         inputs = collectives.vary(inputs, axes)
         plan = _plan(collectives.vary(chosen, axes), up.shape[0])
-        capacity = _capacity(chosen.size)
+        capacity = max(1, math.ceil(FACTOR * chosen.size / lax.axis_size(EXPERT.name)))
         rounds = collectives.all_reduce(
             jnp.max(plan.counts + capacity - 1) // capacity, EXPERT.name, "max"
         )
@@ -88,11 +88,6 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
         return total.astype(x.dtype).reshape(x.shape)
 
     return exchanged
-
-
-def _capacity(num_assignments: int) -> int:
-    """Return the number of rows that a device sends to each other device in one round."""
-    return max(1, math.ceil(FACTOR * num_assignments / lax.axis_size(EXPERT.name)))
 
 
 def _plan(chosen: Array, num_local: int) -> _Exchange:
@@ -158,13 +153,6 @@ def _further_rounds(
     return _sum_rounds(lambda number: run(plan, number, inputs), rounds, _zeros(inputs.x))
 
 
-def _further_forward(
-    run: Callable[..., Array], plan: _Exchange, rounds: Array, inputs: _Inputs
-) -> tuple[Array, Any]:
-    """Return the sum of the rounds, float32 [tokens, d_model], and all arguments."""
-    return _further_rounds(run, plan, rounds, inputs), (plan, rounds, inputs)
-
-
 def _further_backward(run: Callable[..., Array], saved: Any, grad: Array) -> Any:
     """Run each round again; return the gradients of `inputs` from grad [tokens, d_model]."""
     plan, rounds, inputs = saved
@@ -177,7 +165,7 @@ def _further_backward(run: Callable[..., Array], saved: Any, grad: Array) -> Any
     return None, None, jax.tree.map(lambda g, x: g.astype(x.dtype), total, inputs)
 
 
-_further_rounds.defvjp(_further_forward, _further_backward)
+_further_rounds.defvjp(lambda run, *rest: (_further_rounds(run, *rest), rest), _further_backward)
 
 
 def _zeros(x: Array) -> Array:

@@ -116,13 +116,6 @@ def gather_weight(
     return (collectives.all_gather(near, axes, dim=dim) if axes else near).astype(dtype)
 
 
-def _gather_forward(
-    w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
-) -> tuple[Array, None]:
-    """Return the gathered weight [..., n · d, ...]; there are no residuals."""
-    return gather_weight(w, axes, dim, dtype, reduce_dtype), None
-
-
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
@@ -133,4 +126,4 @@ def _gather_backward(
     return (total.astype("float32"),)
 
 
-gather_weight.defvjp(_gather_forward, _gather_backward)
+gather_weight.defvjp(lambda *inputs: (gather_weight(*inputs), None), _gather_backward)

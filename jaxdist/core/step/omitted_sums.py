@@ -69,7 +69,6 @@ def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
 
 
 def _location(error: BaseException | None, model: Model) -> str:
-    """Return ` at file:line` of the innermost line in user code, else in the model."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     users = [frame for frame in frames if _is_users(frame.filename)]
     if not users:
@@ -100,7 +99,6 @@ def _differing(message: str, axes: Sequence[str]) -> list[str]:
 
 
 def _is_users(file: str) -> bool:
-    """Return True if a file is user code: neither a library nor generated code."""
     in_python = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return not (file.startswith((*JAX, OWN, "<@")) or in_python)
 

@@ -210,7 +210,6 @@ _DOTS_ROUTER = {
 
 
 def _architecture(router: Router) -> Router:
-    """Return the router without the settings of its training."""
     training = ("bias_rate", "balance_loss", "balance_scope", "z_loss")
     return dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
 

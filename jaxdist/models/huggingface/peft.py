@@ -145,7 +145,6 @@ class AdaptedModule(NamedTuple):
 
     @property
     def _orders(self) -> tuple[list[int], list[int]]:
-        """Return our input dims and our output dims, each in the tensor's storage order."""
         order, count = self.source.order, self.num_inputs
         ins, outs = order[:count], order[count:]
         return list(np.argsort(ins)), list(np.argsort(outs))
@@ -299,7 +298,6 @@ def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
 
 
 def _first_layer(model: DecoderConfig) -> Iterator[tuple[str, Source]]:
-    """Yield each module of the first layer and a source with its name in Hugging Face."""
     complete = LoraConfig(rank=1)
     for module in modules(model, complete):
         if module.layer == 0:

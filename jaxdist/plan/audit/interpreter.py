@@ -186,8 +186,6 @@ class Interpreter:
             return states
         return [result] * number
 
-    # --- collectives ---
-
     def _collective(
         self, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[States]:
@@ -258,8 +256,6 @@ class Interpreter:
         if (id(equation), axis) not in self._seen:
             self._seen.add((id(equation), axis))
             self.alarms.append(Alarm(kind, axis, equation, operand, text, path))
-
-    # --- control flow ---
 
     @contextlib.contextmanager
     def _as_first_round(self) -> Iterator[None]:

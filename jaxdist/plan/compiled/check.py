@@ -107,7 +107,6 @@ class CompiledStep:
     offload: tuple[str, ...]
     compile_s: float
     versions: dict[str, str]
-    xla_flags: str
     target: str
 
     def runs(self, collective: Collective) -> float:
@@ -262,7 +261,6 @@ def _interpret(
 
 
 def _last_error(log: str, code: int) -> str:
-    """Return the line of a traceback or crash log that contains the cause."""
     if code < 0:
         return f"it was killed by signal {-code} (out of memory?)"
     lines = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -283,9 +281,6 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         **{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"]), "remarks": ()}
     )
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
-
-
-# --- remarks -------------------------------------------------------------------------------------
 
 
 def _log_remarks(log: str) -> Iterator[Remark]:

@@ -137,9 +137,6 @@ def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
     return calls
 
 
-# --- the walk ------------------------------------------------------------------------------------
-
-
 def _walk(module: Module) -> list[_Site]:
     @functools.cache
     def inside(name: str) -> list[_Site]:
@@ -248,9 +245,6 @@ def end_of(instructions: list[HloInstruction], index: int) -> int:
             elif other.opcode == f"{prefix}-done":
                 return end
     raise UnknownHLO(f"started and never awaited: {started}")
-
-
-# --- mesh axes -----------------------------------------------------------------------------------
 
 
 def groups_and_axes(

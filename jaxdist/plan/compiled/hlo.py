@@ -156,9 +156,6 @@ def shapes_of(text: str) -> list[Shape]:
     return shapes
 
 
-# --- groups of devices ---------------------------------------------------------------------------
-
-
 def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
     """Return the replica groups of a collective, from any notation that XLA prints.
 

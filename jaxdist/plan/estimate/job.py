@@ -143,8 +143,6 @@ class Job:
             raise teacher_problems(self.config.objective.teacher, problems)
         return dataclasses.replace(self, config=made[0], model=made[1], check=None)
 
-    # -- hardware and number formats --------------------------------------------------------------
-
     @functools.cached_property
     def plan(self) -> StepPlan:
         """The step plan that training would make on these GPUs."""
@@ -169,8 +167,6 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes per element of activations and gathered weights."""
         return int(self.dtype.itemsize)
-
-    # -- rows and tokens ---------------------------------------------------------------------------
 
     @functools.cached_property
     def decoder(self) -> DecoderShape | None:
@@ -240,8 +236,6 @@ class Job:
         """Tokens of a microbatch in the residual stream of one device."""
         return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
 
-    # -- the model ---------------------------------------------------------------------------------
-
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The leaves of the model's parameters."""
@@ -286,8 +280,6 @@ class Job:
         if self.decoder is not None:
             return self.decoder.d_model
         return self.trace.stream // self.seq_len
-
-    # -- layers and stages -------------------------------------------------------------------------
 
     @property
     def layers_per_stage(self) -> int:
@@ -363,8 +355,6 @@ class Job:
         if self.decoder is None:
             return 0
         return min(self.tokens, self.plan.loss_chunk)
-
-    # -- layout of weights -------------------------------------------------------------------------
 
     @functools.cached_property
     def layout(self) -> Layout:

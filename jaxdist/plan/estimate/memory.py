@@ -126,9 +126,6 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     )
 
 
-# --- state ----------------------------------------------------------------------------------------
-
-
 def moment_bytes(job: Job) -> float:
     """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
     total = 0.0
@@ -173,9 +170,6 @@ def _factored(job: Job, weight: Weight) -> int:
     stacked = math.prod(size for name, size in pairs if name in ("layers", "experts", None))
     model_side = sizes["d_model"]
     return stacked * (model_side + weight.size // stacked // model_side)
-
-
-# --- the step without stages ----------------------------------------------------------------------
 
 
 def _phases(job: Job) -> dict[str, Parts]:
@@ -293,9 +287,6 @@ def _updates(job: Job) -> dict[str, Parts]:
     if size := matrix_bytes(job):
         phases["orthogonalisation"] = {**reduced, "whole matrices": size}
     return phases
-
-
-# --- the step with stages -------------------------------------------------------------------------
 
 
 def _pipeline_phases(job: Job) -> dict[str, Parts]:

@@ -142,7 +142,8 @@ class Budget:
             stats = compile_with(budget)
             teacher = budget.memory.state.get(TEACHER, 0.0)
             own = [executable_bytes(stats) + teacher, budget.limit_bytes]
-            needed, limit = agree("compiled_memory", own, _extremes)
+            merge = lambda values: [max(n for n, _ in values), min(limit for _, limit in values)]
+            needed, limit = agree("compiled_memory", own, merge)
             if needed <= limit:
                 return
             # Target of the estimate, if its relative error stays the same.
@@ -179,11 +180,6 @@ class Budget:
         )
 
 
-def _extremes(everyone: list[list[int]]) -> list[int]:
-    """Return the most bytes needed and the smallest limit of all processes."""
-    return [max(needed for needed, _ in everyone), min(limit for _, limit in everyone)]
-
-
 def executable_bytes(stats: Any) -> int:
     """Return the bytes per device that an executable needs, from `memory_analysis()`."""
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
@@ -208,6 +204,16 @@ def needs_of(
     return needs
 
 
+def allocator_limit(devices: Sequence[Any]) -> int | None:
+    """Return the bytes that jax may use of one of this process's devices; None if unknown."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    try:
+        stats = local[0].memory_stats() if local else None
+    except jax.errors.JaxRuntimeError:  # devices of a topology description have no memory stats
+        stats = None
+    return (stats or {}).get("bytes_limit")
+
+
 def _cluster_of(
     config: RunConfig, devices: Sequence[Any], host_of: Mapping[int, str]
 ) -> tuple[Cluster, float] | None:
@@ -215,8 +221,7 @@ def _cluster_of(
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
         return None
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    limit = (own[0].memory_stats() or {}).get("bytes_limit") if own else None
+    limit = allocator_limit(devices)
     if not limit:
         return None
     processes = {device.process_index for device in devices}

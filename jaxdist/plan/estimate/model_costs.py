@@ -54,8 +54,6 @@ class ModelCosts:
     def __init__(self, job: Job):
         self.job = job
 
-    # -- work --------------------------------------------------------------------------------------
-
     def flops_per_token(self, convention: str) -> float:
         """Return the FLOPs of one token or image, forward and backward.
 
@@ -94,8 +92,6 @@ class ModelCosts:
     def _work(self, cost: Cost) -> Work:
         rows, tensor = self.job.micro_rows, self.job.spec[TENSOR]
         return Work(products=rows * cost.flops / tensor, memory_bytes=2 * rows * cost.kept_bytes)
-
-    # -- bytes of activations ----------------------------------------------------------------------
 
     def offloaded_per_layer(self) -> float:
         """Return the bytes of one layer's residuals in host memory; a traced model has none."""
@@ -165,8 +161,6 @@ class DecoderCosts(ModelCosts):
         self.hidden = shape.hidden // tensor
         # Scores have few columns, and are not split.
         self.columns = shape.columns // tensor if shape.columns == shape.vocab else shape.columns
-
-    # -- work --------------------------------------------------------------------------------------
 
     def flops_per_token(self, convention: str) -> float:
         """Return the FLOPs of one token, forward and backward, without padding of the head."""
@@ -261,8 +255,6 @@ class DecoderCosts(ModelCosts):
             ((chunk, self.columns, self.d_model), max(1, tokens // chunk)),
         ]
 
-    # -- bytes of activations ----------------------------------------------------------------------
-
     def kept_per_layer(self) -> float:
         """Return the bytes of residuals of one layer under the remat policy."""
         job, tokens = self.job, self.job.tokens
@@ -342,7 +334,6 @@ class DecoderCosts(ModelCosts):
 
     @property
     def _expert_blocks(self) -> int:
-        """Number of blocks of rows that the experts of a device multiply; 0 for an MLP."""
         if not self.shape.experts_per_token:
             return 0
         rows, groups = self.expert_rows // (2 * self.d_model), self.local_experts
@@ -350,7 +341,6 @@ class DecoderCosts(ModelCosts):
 
     @property
     def _expert_matrices(self) -> tuple[int, int]:
-        """Elements of the two matrices of one expert on a device."""
         parts = max(1, self.shape.experts_per_token)
         return self.d_model * self.up // parts, self.d_model * self.hidden // parts
 

@@ -363,9 +363,6 @@ def _used_experts(
     return jnp.einsum("bsef,efd->bsd", hidden * shares[..., None], down[:per_token])
 
 
-# --- FLOPs of a jaxpr -----------------------------------------------------------------------------
-
-
 def _flops(jaxpr: Any) -> float:
     return sum(times * _flops_of(equation) for equation, times in _equations(jaxpr))
 

@@ -196,7 +196,6 @@ _CAUSES = {
 
 
 def _rank(choice: Candidate) -> tuple[bool, float, int]:
-    """Return a sort key: fitting candidates by speed and simplicity, then others by memory."""
     if not choice.fits:
         return True, *_bytes_rank(choice.job, choice.memory)
     return False, *_weighted_time(choice.job, choice.time)
@@ -223,9 +222,6 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
     # The search chooses microbatches and exchange: only check that a legal choice exists.
     config = with_section(config, "train", num_microbatches=0)
     return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
-
-
-# --- settings on one mesh -------------------------------------------------------------------------
 
 
 def _on_mesh(job: Job) -> tuple[Candidate | None, int]:

@@ -183,7 +183,6 @@ def _attention_share(job: Job) -> float:
 
 
 def _moved_moments(job: Job) -> float:
-    """Return the bytes of offloaded moments fetched from the host and written back per update."""
     return 2 * moment_bytes(job) if job.config.train.offload == "host" else 0.0
 
 
@@ -199,9 +198,6 @@ def _fetched(job: Job) -> float:
 def _peak(job: Job) -> float:
     peaks = job.cluster.gpu.peak_flops
     return peaks.get(str(job.dtype)) or peaks["float32"]
-
-
-# --- compute --------------------------------------------------------------------------------------
 
 
 _ATTENTION_BACKWARD = 2.5
@@ -296,8 +292,6 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     return total, max(0.0, duration - spent), launches
 
 
-# --- communication --------------------------------------------------------------------------------
-
 _OVERLAPPED = ("weights", "gradients")
 """Purposes whose collectives overlap with all compute; rings overlap only with attention."""
 
@@ -329,7 +323,6 @@ def _exposed(
 
 
 def _beside_rows(job: Job) -> float:
-    """Return the hidden share of the activations over `tensor`."""
     software = job.engine.software
     return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
 

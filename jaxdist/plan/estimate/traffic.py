@@ -57,9 +57,6 @@ Moved = tuple[tuple[str, ...], Traffic]
 """Mesh axes of a group, and its collectives."""
 
 
-# --- weights and their gradients ------------------------------------------------------------------
-
-
 def _weights(job: Job) -> Iterator[Moved]:
     """Yield all-gathers of weights and reduce-scatters of their gradients."""
     groups: dict[tuple[str, ...], list[Weight]] = {}
@@ -118,14 +115,12 @@ def _replicas(job: Job) -> Iterator[Moved]:
 
 
 def _vectors(job: Job) -> Iterator[Moved]:
-    """Yield the all-reduce of gradients of norm scales and biases, which are replicated."""
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _matrices(job: Job) -> Iterator[Moved]:
-    """Yield Muon's all-to-alls: slices to complete matrices, and back."""
     for share in orthogonalized(job):
         yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
@@ -151,9 +146,6 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
     """Return True if fsdp and ZeRO shard a weight: a matrix with a dim that they can shard."""
     return job.gathered_dim(weight) >= 0 and len(weight.dims) - weight.is_stacked > 1
-
-
-# --- activations ----------------------------------------------------------------------------------
 
 
 def _activations(job: Job) -> Iterator[Moved]:
@@ -209,16 +201,12 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
 
 
 def _stages(job: Job) -> Iterator[Moved]:
-    """Yield communication between stages: activations and their gradients."""
     if job.stages is None:
         return
     report = job.stages.report
     each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
     yield (PIPELINE.name,), Traffic("collective-permute", "stages", each, permutes)
-
-
-# --- links ----------------------------------------------------------------------------------------
 
 
 def _flow(job: Job, axes: tuple[str, ...], traffic: Traffic) -> Flow:

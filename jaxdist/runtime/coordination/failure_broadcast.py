@@ -100,19 +100,16 @@ def _watch() -> None:
             continue
         except Exception as error:  # disconnected: this process is leaving, or jax aborts it soon
             if "UNAVAILABLE" in str(error):
-                _end_without_process_0(service.process_id_and_count()[0])
+                process_id, _ = service.process_id_and_count()
+                _end(
+                    f"process {process_id} on {socket.gethostname()} {FOLLOWED} 0, which runs "
+                    "jax's coordination service, died or became unreachable: its log has the cause"
+                )
             return
         process_id, _ = service.process_id_and_count()
         if failure["process"] != process_id:
             _follow(failure, process_id)
         return
-
-
-def _end_without_process_0(process_id: int) -> None:
-    _end(
-        f"process {process_id} on {socket.gethostname()} {FOLLOWED} 0, which runs jax's "
-        "coordination service, died or became unreachable: its log has the cause"
-    )
 
 
 def _follow(failure: dict[str, Any], process_id: int) -> None:

@@ -360,8 +360,6 @@ class ObjectLocation(Location):
                 continue
         self.delete()
 
-    # -- one request each --------------------------------------------------------------------------
-
     @property
     def _parsed(self) -> tuple[str, str, str]:
         scheme, _, rest = self.path.partition("://")

@@ -262,7 +262,6 @@ def _mounts(config: SlurmConfig, tasks: Sequence[ArrayTask]) -> list[str]:
 
 
 def _flags(args: Sequence[str]) -> list[str]:
-    """Return quoted arguments, a flag and its value on one line."""
     lines: list[str] = []
     for word in map(shlex.quote, args):
         if lines and not word.startswith("-"):

@@ -234,7 +234,6 @@ class Supervisor:
         return result
 
     def _watch(self, group: WorkerGroup) -> None:
-        """Start the fork server once the job is old enough; stop using one that has ended."""
         self.agent.watch(group)
         if self._preloaded is not None and self._preloaded.is_gone():
             log("the fork server has ended: restarts import jax again")

@@ -404,7 +404,6 @@ class WorkerGroup:
         return Worker(command, environ, log_file, prefix, self._start_process)
 
     def _alert_other_hosts(self) -> None:
-        """Report workers that were killed before they could report an error."""
         if self.placement.nnodes == 1:
             return
         for worker in self.workers:

@@ -182,7 +182,6 @@ def _median(records: list[Record], key: str) -> float | None:
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
-    """Return the last part of each path, or as many parts as make the names unique."""
     resolved = [Path(path).resolve() for path in paths]
     for depth in range(1, max(len(path.parts) for path in resolved)):
         names = ["/".join(path.parts[-depth:]) for path in resolved]

@@ -17,30 +17,19 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
+from jaxdist.run.command_settings import CheckpointSettings
 from jaxdist.runtime import run_command
 from jaxdist.runtime.storage import read_url
 from jaxdist.settings import read_settings, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(CheckpointSettings):
     """Checkpoint, export and devices."""
 
-    run: str = setting("", "run directory, or one of its checkpoints", required=True)
     export: str = setting(
         "", "directory of `convert to-hf`, `to-peft` or `merge` to compare with the checkpoint"
-    )
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
-    weights: Literal["auto", "ema", "raw"] = setting(
-        "auto",
-        "weights to load and compare: ema = moving average, raw = as trained, auto = the average "
-        "if the run has one",
-    )
-    mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
-    simulate: int = setting(
-        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

@@ -166,7 +166,6 @@ def _open_run(trained: Trained, folder: Location) -> Exported:
 
 
 def _differences(others: Any, ours: Any, file: str) -> list[str]:
-    """Return a line for each field of two records that differs."""
     return [
         f"{file}: {field.name} is {getattr(others, field.name)!r}, and the run has "
         f"{getattr(ours, field.name)!r}."

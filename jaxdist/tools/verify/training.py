@@ -20,10 +20,10 @@ from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.types import Array, Params
 from jaxdist.core.weights import GROUPS
 from jaxdist.optim.groups import rate_factor
+from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.gradient_checks import FIRST_STEPS, layer_names, moments_of, zero_moments
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_generation import Decoder
-from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import TrainedRun
 from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError

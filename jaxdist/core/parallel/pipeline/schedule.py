@@ -98,9 +98,6 @@ def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in kinds)
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
 def check(schedule: Schedule) -> None:
     """Raise `ScheduleError` if a schedule omits, repeats or misorders work."""
     problems = list(_problems(schedule))
