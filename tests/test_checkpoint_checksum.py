@@ -20,10 +20,23 @@ from jaxdist.runtime.storage import locate
 pytestmark = pytest.mark.smoke
 
 
+@pytest.fixture(params=["devices", "host"])
+def summed_on(request, monkeypatch):
+    """Sum small arrays in a program of the devices, as on GPUs, or from copies on the host."""
+    is_on_host = request.param == "host"
+    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: is_on_host)
+    return request.param
+
+
+@pytest.fixture
+def on_devices(monkeypatch):
+    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: False)
+
+
 @pytest.mark.parametrize(
     "dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4", "complex64"]
 )
-def test_a_checksum_is_the_same_on_every_mesh_and_covers_every_bit(dtype):
+def test_a_checksum_is_the_same_on_every_mesh_and_covers_every_bit(dtype, summed_on):
     host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
     specs = P(), P("fsdp", "tensor"), P("tensor"), P(("tensor", "fsdp"))
@@ -54,7 +67,7 @@ def test_a_checksum_is_the_same_on_every_mesh_and_covers_every_bit(dtype):
         "complex64",
     ],
 )
-def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
+def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype, on_devices):
     values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
     complete = jnp.asarray(values, jnp.dtype(dtype))
     host = np.asarray(complete)
@@ -76,6 +89,7 @@ def test_the_checksum_computed_in_slabs_is_the_same(monkeypatch):
         host = np.random.default_rng(3).standard_normal((4, 6, 8)).astype(dtype)
         expected = [part_checksum(x, [0] * x.ndim, x.shape) for x in (host, host[:, :1])]
         monkeypatch.setattr(checksum, "_SLAB_WORDS", 7)
+        monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: False)
         checksum._program_of.cache_clear()
         complete = jax.device_put(host, NamedSharding(mesh, spec))
         row = jax.device_put(host[:, :1], NamedSharding(mesh, P("fsdp")))
@@ -89,9 +103,11 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxdist.checkpoint import checksum
 from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 
+checksum._is_summed_on_host = lambda x: False
 mesh = MeshSpec(fsdp=4, tensor=2).build()
 specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor")), P()]
 values = [np.full((32, 64), i, np.float32) for i in range(80)]
@@ -112,7 +128,7 @@ def test_the_checksums_of_many_leaves_never_wait_for_each_other():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_sums_of_equal_shardings_share_one_program():
+def test_sums_of_equal_shardings_share_one_program(on_devices):
     """A train step may give `P(None)` back as `P()`; a save must not compile because of that."""
     mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
     host = np.arange(8, dtype=np.float32)
@@ -121,13 +137,49 @@ def test_sums_of_equal_shardings_share_one_program():
         for specs in [(P("fsdp"), P(None)), (P("fsdp"), P()), (P(("fsdp",)), P())]
     ]
     first = checksums(spelled[0])
-    compiled = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    compiled = _compilations()
     assert [checksums(arrays) for arrays in spelled] == [first] * 3
     assert compiled == []
     checksums([jax.device_put(host, NamedSharding(mesh, P())), *spelled[0]])
     assert compiled, "the listener hears compilations"
+
+
+def _many_arrays():
+    """Return 100 arrays of two shapes in turn, on two devices."""
+    mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
+    hosts = [np.full((4, 2 + i % 2), i, np.float32) for i in range(100)]
+    specs = itertools.cycle((P("fsdp"), P("fsdp"), P()))
+    pairs = zip(hosts, specs, strict=False)
+    return hosts, [jax.device_put(host, NamedSharding(mesh, spec)) for host, spec in pairs]
+
+
+def test_small_arrays_on_cpus_need_no_program():
+    hosts, arrays = _many_arrays()
+    compiled = _compilations()
+    waiting = checksum.start_checksums(arrays)
+    for x in arrays:
+        x.delete()
+    assert waiting() == [part_checksum(x, (0, 0), x.shape) for x in hosts]
+    assert compiled == []
+
+
+def test_a_program_has_one_sum_per_shape_and_spec(on_devices):
+    """Compiling a sum for each of 1,000 arrays takes 10 to 20 s."""
+    hosts, arrays = _many_arrays()
+    assert checksums(arrays) == [part_checksum(x, (0, 0), x.shape) for x in hosts]
+    specs = tuple(x.sharding.spec for x in arrays)
+    program = checksum._program_of(arrays[0].sharding.mesh, specs).lower(arrays).as_text()
+    one = checksum._program_of(arrays[0].sharding.mesh, specs[:1]).lower(arrays[:1]).as_text()
+    shifts = [text.count("shift_right_logical") for text in (program, one)]
+    assert shifts == [4 * shifts[1], shifts[1]] and shifts[1]
+
+
+def _compilations():
+    """Return a list to which each later compilation of a program is added."""
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return compiled
 
 
 def test_the_crc_of_a_file_is_that_of_all_its_blocks(tmp_path, monkeypatch):

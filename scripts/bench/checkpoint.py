@@ -2,6 +2,8 @@
 
     python scripts/bench/checkpoint.py                     # 0.5 GB, 2 simulated devices
     python scripts/bench/checkpoint.py --gb 2 --directory /dev/shm/bench
+    python scripts/bench/checkpoint.py --layers 9 --width 1024      # parameters of a transformer
+    python scripts/bench/checkpoint.py --layers 111 --width 64 --first   # 1,000 arrays
 
 All contenders write the same bytes in one run, interleaved, in one process that keeps freed memory
 as a run does; the medians of the repetitions are printed. `blocked` is what a training loop waits
@@ -9,6 +11,10 @@ for, `total` the time until the files are complete; ours includes the checksums,
 file and the manifest. `processor` is the time of all threads: what is left of it beside a step on
 CPU is what a save costs. The last part trains the default model of `jaxdist.train` with a save
 every 50 steps and without, in alternating blocks.
+
+With `--layers` the state is the parameters of an unstacked transformer, nine arrays per layer.
+`--first` measures the first two saves of a new process, of each contender in turn; ours without
+`preflight`, which a run does before its first step.
 
 On CPU there is no copy from device to host, and the checksums share the cores with the next step;
 on a GPU `blocked` is the copy. PyTorch's rows are absent when it is not installed.
@@ -22,6 +28,8 @@ import math
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +38,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,13 +56,30 @@ QUIET: dict[str, Any] = {"log": lambda line: None}
 def main() -> None:
     """Measure and print one table per question."""
     arguments = _arguments()
+    if arguments.first == "all":
+        first_saves(arguments.repeats)
+        return
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     runtime.tune_malloc()
     root = Path(arguments.directory or tempfile.mkdtemp(prefix="bench-checkpoint-"))
     mesh = MeshSpec(fsdp=len(jax.devices())).build()
     try:
-        print(f"{len(jax.devices())} x {jax.devices()[0].platform}, {arguments.gb} GB of state")
-        state = make_state(mesh, P("fsdp"), arguments.gb)
+        if arguments.layers:
+            state = make_transformer(mesh, arguments.layers, arguments.width)
+            arguments.gb = sum(x.nbytes for x in jax.tree.leaves(state)) / 1e9
+        else:
+            state = make_state(mesh, P("fsdp"), arguments.gb)
+        print(
+            f"{len(jax.devices())} x {jax.devices()[0].platform}, {arguments.gb:.3f} GB in", end=""
+        )
+        print(f" {len(jax.tree.leaves(state))} arrays, load average {os.getloadavg()[0]:.1f}")
+        if arguments.first:
+            new = {
+                "jaxdist": lambda: ours(root / "ours", state, preflight=False),
+                "orbax": lambda: plain_orbax(root / "orbax", state),
+            }[arguments.first]()
+            print(*(value for step in (1, 2) for value in new(step)))
+            return
         contenders = {
             "jaxdist": ours(root / "ours", state),
             "jaxdist, local_dir": ours_locally(root / "local", state),
@@ -83,10 +109,47 @@ def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
     return jax.block_until_ready(jax.jit(make, out_shardings=placed)(jax.random.key(0)))
 
 
-def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
+def make_transformer(mesh: Mesh, num_layers: int, width: int) -> dict[str, Any]:
+    """Return parameters of a decoder whose layers are not stacked; matrices are sharded."""
+    square, half, mlp = (width, width), (width, width // 2), (width, 4 * width)
+    shapes = dict(q=square, k=half, v=half, o=square, gate=mlp, up=mlp, down=mlp[::-1])
+    layer = {**shapes, "norm_attention": (width,), "norm_mlp": (width,)}
+    draw = np.random.default_rng(0).standard_normal
+
+    def make(shape: tuple[int, ...]) -> jax.Array:
+        spec = P("fsdp") if len(shape) > 1 else P()
+        return jax.device_put(draw(shape, np.float32), NamedSharding(mesh, spec))
+
+    layers = {
+        str(i): {name: make(shape) for name, shape in layer.items()} for i in range(num_layers)
+    }
+    return {"params": layers}
+
+
+def first_saves(repeats: int) -> None:
+    """Print the medians of the first two saves of new processes, both contenders in turn."""
+    times: dict[str, list[list[float]]] = {"jaxdist": [], "orbax": []}
+    for _ in range(repeats):
+        for name, rows in times.items():
+            command = [sys.executable, *sys.argv, "--first", name]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            lines = done.stdout.splitlines()
+            rows.append([float(value) for value in lines[-1].split()])
+    print(f"{lines[0]}; medians of {repeats}")
+    print(f"{'saves of a new process':<24}{'1st blocked s':>15}{'total s':>9}", end="")
+    print(f"{'2nd blocked s':>15}{'total s':>9}")
+    for name, rows in times.items():
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        print("{:<24}{:>15.3f}{:>9.3f}{:>15.3f}{:>9.3f}".format(name, *medians))
+
+
+def ours(
+    directory: Path, state: Any, *, preflight: bool = True
+) -> Callable[[int], tuple[float, float]]:
     """Save with `Checkpointer`; return (seconds blocked, total seconds)."""
     writer = Checkpointer(directory, CheckpointConfig(max_to_keep=1), **QUIET)
-    writer.preflight(state)
+    if preflight:
+        writer.preflight(state)
 
     def save(step: int) -> tuple[float, float]:
         start = time.perf_counter()
@@ -261,6 +324,11 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gb", type=float, default=0.5, help="size of the state")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of a transformer (0: no transformer)"
+    )
+    parser.add_argument("--width", type=int, default=1024, help="of the transformer")
+    parser.add_argument("--first", nargs="?", const="all", default="", help="all, jaxdist or orbax")
     parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each")
     parser.add_argument("--blocks", type=int, default=3, help="of 50 steps of each kind (0: none)")
