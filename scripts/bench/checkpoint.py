@@ -14,7 +14,7 @@ every 50 steps and without, in alternating blocks.
 
 With `--layers` the state is the parameters of an unstacked transformer, nine arrays per layer.
 `--first` measures the first two saves of a new process, of each contender in turn; ours without
-`preflight`, which a run does before its first step.
+`preflight`, which a run does before its first step. Orbax is imported before.
 
 On CPU there is no copy from device to host, and the checksums share the cores with the next step;
 on a GPU `blocked` is the copy. PyTorch's rows are absent when it is not installed.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import os
 import shutil
@@ -74,6 +75,7 @@ def main() -> None:
         )
         print(f" {len(jax.tree.leaves(state))} arrays, load average {os.getloadavg()[0]:.1f}")
         if arguments.first:
+            importlib.import_module("orbax.checkpoint")
             new = {
                 "jaxdist": lambda: ours(root / "ours", state, preflight=False),
                 "orbax": lambda: plain_orbax(root / "orbax", state),
