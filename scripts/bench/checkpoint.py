@@ -255,15 +255,16 @@ def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -
     writer.save(1, state, {})
     writer.close()
     one = MeshSpec().build(jax.devices()[:1])
-    targets = {
-        "same mesh": NamedSharding(mesh, P("fsdp")),
-        "split by columns": NamedSharding(mesh, P(None, "fsdp")),
-        "one device": NamedSharding(one, P()),
+    columns, single = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(one, P())
+    targets: dict[str, Callable[[jax.Array], Any]] = {
+        "same mesh": lambda x: x.sharding,
+        "split by columns": lambda x: columns if x.ndim > 1 else x.sharding,
+        "one device": lambda x: single,
     }
     times: dict[str, list[float]] = {name: [] for name in targets}
     for _ in range(repeats):
-        for name, sharding in targets.items():
-            abstract = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        for name, of in targets.items():
+            abstract = lambda x, of=of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of(x))
             reader = Checkpointer(directory, CheckpointConfig(), read_only=True, **QUIET)
             start = time.perf_counter()
             jax.block_until_ready(reader.restore(jax.tree.map(abstract, state))[0])
