@@ -20,19 +20,13 @@ from jaxdist.runtime.storage import locate
 pytestmark = pytest.mark.smoke
 
 
-@pytest.fixture(params=["devices", "host"])
+@pytest.fixture(params=["devices"])
 def summed_on(request, monkeypatch):
     """Sum small arrays in a program of the devices, as on GPUs, or from copies on the host."""
-    is_on_host = request.param == "host"
-    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: is_on_host)
-    return request.param
+    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: request.param == "host")
 
 
-@pytest.fixture
-def on_devices(monkeypatch):
-    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: False)
-
-
+@pytest.mark.parametrize("summed_on", ["devices", "host"], indirect=True)
 @pytest.mark.parametrize(
     "dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4", "complex64"]
 )
@@ -67,7 +61,7 @@ def test_a_checksum_is_the_same_on_every_mesh_and_covers_every_bit(dtype, summed
         "complex64",
     ],
 )
-def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype, on_devices):
+def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype, summed_on):
     values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
     complete = jnp.asarray(values, jnp.dtype(dtype))
     host = np.asarray(complete)
@@ -104,7 +98,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.checkpoint import checksum
-from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 
 checksum._is_summed_on_host = lambda x: False
@@ -113,10 +106,10 @@ specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor
 values = [np.full((32, 64), i, np.float32) for i in range(80)]
 leaves = [jax.device_put(x, NamedSharding(mesh, specs[i % 5])) for i, x in enumerate(values)]
 busy = jax.jit(lambda leaves: [leaf * 1 for leaf in leaves])
-expected = [part_checksum(x, (0, 0), x.shape) for x in values]
+expected = [checksum.part_checksum(x, (0, 0), x.shape) for x in values]
 for _ in range(10):
     leaves = busy(leaves)
-    assert checksums(leaves) == expected
+    assert checksum.checksums(leaves) == expected
 """
 
 
@@ -128,7 +121,7 @@ def test_the_checksums_of_many_leaves_never_wait_for_each_other():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_sums_of_equal_shardings_share_one_program(on_devices):
+def test_sums_of_equal_shardings_share_one_program(summed_on):
     """A train step may give `P(None)` back as `P()`; a save must not compile because of that."""
     mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
     host = np.arange(8, dtype=np.float32)
@@ -144,34 +137,20 @@ def test_sums_of_equal_shardings_share_one_program(on_devices):
     assert compiled, "the listener hears compilations"
 
 
-def _many_arrays():
-    """Return 100 arrays of two shapes in turn, on two devices."""
-    mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
-    hosts = [np.full((4, 2 + i % 2), i, np.float32) for i in range(100)]
-    specs = itertools.cycle((P("fsdp"), P("fsdp"), P()))
-    pairs = zip(hosts, specs, strict=False)
-    return hosts, [jax.device_put(host, NamedSharding(mesh, spec)) for host, spec in pairs]
-
-
-def test_small_arrays_on_cpus_need_no_program():
-    hosts, arrays = _many_arrays()
-    compiled = _compilations()
-    waiting = checksum.start_checksums(arrays)
-    for x in arrays:
-        x.delete()
-    assert waiting() == [part_checksum(x, (0, 0), x.shape) for x in hosts]
-    assert compiled == []
-
-
-def test_a_program_has_one_sum_per_shape_and_spec(on_devices):
+def test_small_arrays_take_no_program_on_cpus_and_else_one_sum_per_shape_and_spec(monkeypatch):
     """Compiling a sum for each of 1,000 arrays takes 10 to 20 s."""
-    hosts, arrays = _many_arrays()
-    assert checksums(arrays) == [part_checksum(x, (0, 0), x.shape) for x in hosts]
-    specs = tuple(x.sharding.spec for x in arrays)
-    program = checksum._program_of(arrays[0].sharding.mesh, specs).lower(arrays).as_text()
-    one = checksum._program_of(arrays[0].sharding.mesh, specs[:1]).lower(arrays[:1]).as_text()
-    shifts = [text.count("shift_right_logical") for text in (program, one)]
-    assert shifts == [4 * shifts[1], shifts[1]] and shifts[1]
+    mesh = MeshSpec.parse("fsdp=2").build(jax.devices()[:2])
+    hosts = [np.full((4, 2 + i % 2), i, np.float32) for i in range(60)]
+    specs = (P("fsdp"), P("fsdp"), P()) * 20
+    arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(hosts, specs, strict=True)]
+    compiled = _compilations()
+    expected = [part_checksum(x, (0, 0), x.shape) for x in hosts]
+    assert checksums(arrays) == expected and compiled == []
+    monkeypatch.setattr(checksum, "_is_summed_on_host", lambda x: False)
+    assert checksums(arrays) == expected
+    lower = lambda n: checksum._program_of(mesh, specs[:n]).lower(arrays[:n]).as_text()
+    one, every = (lower(n).count("shift_right_logical") for n in (1, 60))
+    assert every == 4 * one > 0
 
 
 def _compilations():

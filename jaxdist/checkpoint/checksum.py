@@ -43,13 +43,11 @@ def digest_of(tree: Any) -> str:
 def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     """Start computing `checksums`; the returned function waits for the result, on any thread.
 
-    The caller may donate the arrays [...] right away. Small arrays of CPU devices are copied and
-    summed by the returned function. For other arrays without a mesh or in host memory, the
-    checksums are computed before this returns.
+    The caller may donate the arrays [...] right away. The returned function sums copies of small
+    arrays on CPUs. Arrays without a mesh or in host memory are summed before this returns.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
-    others = []
-    copied = {}
+    copied, results = {}, {}
     for position, x in enumerate(arrays):
         if _is_summed_on_host(x):
             shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
@@ -61,13 +59,13 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
             while entries and entries[-1] is None:
                 entries.pop()
             meshes.setdefault(x.sharding.mesh, {})[position] = PartitionSpec(*entries)
-        else:
-            others.append(position)
+        else:  # e.g. offloaded optimizer state, one leaf at a time
+            on_device = jax.device_put(x, x.sharding.with_memory_kind("device"))
+            results[position] = int(checksum(on_device))
     started = []
     for mesh, specs in meshes.items():
         program = _program_of(mesh, tuple(specs.values()))
         started.append((tuple(specs), program([arrays[position] for position in specs])))
-    results = dict(zip(others, _waited_for([arrays[position] for position in others]), strict=True))
 
     def result() -> list[int]:
         for positions, sums in started:
@@ -84,9 +82,8 @@ _SMALL_BYTES = 1 << 18  # per device: a copy takes less time than compiling a pr
 
 def _is_summed_on_host(x: Array) -> bool:
     """Return whether the parts of an array [...] are small and in this process's memory."""
-    part_bytes = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    is_local = x.is_fully_addressable and jax.default_backend() == "cpu"
-    return is_local and 0 < part_bytes <= _SMALL_BYTES
+    small = 0 < math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize <= _SMALL_BYTES
+    return small and x.is_fully_addressable and jax.default_backend() == "cpu"
 
 
 @functools.lru_cache(maxsize=16)
@@ -117,8 +114,8 @@ def _program_of(
             ]
             copies = tuple(axis for axis in axes if axis not in itertools.chain(*split))
             counts = collectives.group_index(copies) == 0 if copies else True
-            sum_of = functools.partial(_sum_of, start=start, shape=shape)
-            each = jax.vmap(sum_of)(jnp.stack([parts[i] for i in members]))
+            alike = jnp.stack([parts[i] for i in members])
+            each = jax.vmap(functools.partial(_sum_of, start=start, shape=shape))(alike)
             sums.append(jnp.where(counts, each, 0))
         order = np.argsort([i for members in groups.values() for i in members])
         return collectives.all_reduce(collectives.vary(jnp.concatenate(sums)[order], axes), axes)
@@ -133,19 +130,6 @@ def _program_of(
 
 def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _waited_for(arrays: Sequence[Array]) -> list[int]:
-    """Return the checksum of each array [...] by one program per array; blocks."""
-    sums: list[int] = []
-    for start in range(0, len(arrays), _IN_FLIGHT):
-        some = [checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
-        sums += map(int, jax.device_get(jax.block_until_ready(some)))
-    return sums
-
-
-# XLA:CPU allows 32 programs per device; more would block threads needed by earlier collectives.
-_IN_FLIGHT = 16
 
 
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
@@ -189,13 +173,6 @@ def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np
         rows = steps.astype(np.uint32).reshape(-1, *[1] * rows.ndim) + rows
         stride *= shape[dim]
     return rows.reshape(-1)
-
-
-def _on_device(x: Array) -> Array:
-    """Move an array [...] of any dtype from host memory to the device."""
-    if x.sharding.memory_kind == "pinned_host":  # offloaded optimizer state, one leaf at a time
-        return jax.device_put(x, x.sharding.with_memory_kind("device"))
-    return x
 
 
 @jax.jit

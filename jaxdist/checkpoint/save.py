@@ -243,9 +243,7 @@ class Saver:
             crash_point("before_arrays")
             snapshot = None if moments is None else moments.snapshot(step)
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
-            checksums = start_checksums(
-                arrays
-            )  # after the copy, because checksums would delay it on CPU devices
+            checksums = start_checksums(arrays)  # after the copy, which they would delay on CPUs
             crash_point("during_arrays")
 
             def document() -> dict[str, Any]:
