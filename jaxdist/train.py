@@ -129,7 +129,7 @@ def run(
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is None:
-        log.warning("override=audit: wrong sums over devices go undetected")
+        log.warning("override=audit: not audited, so missing or repeated sums go undetected")
     elif audit.axes:
         log.info("%s", audit.line())
     times.mark("setup")

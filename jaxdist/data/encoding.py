@@ -66,7 +66,7 @@ class TextEncoder:
         self.identity = [tokenizer.fingerprint, text_field, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files; raises `ConfigError` with file and line of a bad one."""
+        """Yield the tokens of files; raises `ConfigError` with the position of bad text."""
 
         def pieces(path: DataFile) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):

@@ -490,7 +490,7 @@ class CompileTimes:
         return 0.0
 
     def store(self, seconds: float) -> None:
-        """Store the seconds for the next start."""
+        """Store the seconds of this compilation, for the next start."""
         if self._file:
             with contextlib.suppress(OSError):
                 self._file.write(f"{seconds}", durable=False)

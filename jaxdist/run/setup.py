@@ -257,7 +257,10 @@ class Parts:
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
         stored, copies = checkpointer.copies(step), dict(state.copies)
         for name in set(stored) - set(copies):
-            log.info("%s of checkpoint %d not loaded: no %s", name, step, GROUPS[name].setting)
+            setting = GROUPS[name].setting
+            log.info(
+                "%s of checkpoint %d not loaded: this run does not set %s", name, step, setting
+            )
         for name in [name for name in copies if name not in stored]:
             log.info("checkpoint %d has no %s: initializing it from the weights", step, name)
             start = functools.partial(GROUPS[name].start, axes=self.model.axes)

@@ -159,7 +159,7 @@ def restore_or_init(
         text = meta.get("config", "")
         if text and (warning := _raised_rate(parts, parse_run(text, str(run.path)), step)):
             log.warning("%s", warning)
-        log.info("resumed from step %d of %s", step, run.path)
+        log.info("resumed %s from step %d", run.path, step)
     guard.restore(losses)
     early_stopping.restore(counts)
     if left_out is not None:

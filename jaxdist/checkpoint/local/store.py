@@ -35,7 +35,7 @@ class Save(NamedTuple):
 
 
 class LocalStore:
-    """Saves below `root`, the directory of one run."""
+    """The local saves of one run, in the directory `root`."""
 
     def __init__(self, root: Location) -> None:
         self.root = root

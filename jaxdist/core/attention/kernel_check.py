@@ -123,7 +123,10 @@ def _error(a: Any, b: Any) -> float:
 
 
 def sample_segments(rows: int, seq_len: int) -> Int[np.ndarray, "rows seq_len"]:
-    """Sample documents: short ones for more than one call, a long one, padding; one in row 1."""
+    """Return document ids: row 0 has short documents, a long one and padding; others have one.
+
+    The short documents are more than one call of cuDNN's packed kernel takes.
+    """
     segments = np.ones((rows, seq_len), np.int32)
     if seq_len < 4:
         return segments

@@ -97,7 +97,7 @@ def _looped(x: Array, w: Array, sizes: Array, block: int) -> Array:
     rows = _padded(x, block)
 
     def write(one: _Blocks, output: Array) -> Array:
-        """Write one block of the output [rows + block, out]; the next block starts in it."""
+        """Write one block of the output [rows + block, out]; the next one may overwrite its end."""
         part = _dot("rd,df->rf", lax.dynamic_slice_in_dim(rows, one.start, block), w[one.group])
         part = jnp.where(jnp.arange(block)[:, None] < one.used, part, 0).astype(output.dtype)
         return lax.dynamic_update_slice_in_dim(output, part, one.start, 0)

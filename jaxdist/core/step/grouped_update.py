@@ -102,7 +102,7 @@ class Store(Protocol):
 
 
 class Decision(NamedTuple):
-    """Values for the update of a step besides gradients: float32 [], float32 [], bool []."""
+    """Gradient norm and learning rate, float32 []; whether to update, bool []."""
 
     norm: Array
     learning_rate: Array

@@ -212,7 +212,9 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     single = [SINGLE] if SINGLE in present else present
     files = sorted(set(file_of.values())) if file_of else single
     if unread := [name for name in [*present, *others] if name not in files]:
-        log.info("%s: ignored, not part of the model: %s", directory, ", ".join(unread))
+        log.info(
+            "%s: ignored files that are not part of the model: %s", directory, ", ".join(unread)
+        )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in open_file(directory / file).items():

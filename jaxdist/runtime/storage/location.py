@@ -77,7 +77,7 @@ class Location(os.PathLike[str]):
         return dataclasses.replace(self, path=os.path.dirname(self.path) or ".")
 
     def absolute(self) -> Self:
-        """Return the absolute path."""
+        """Return this location with an absolute path."""
         return dataclasses.replace(self, path=os.path.abspath(self.path))
 
     def uri(self) -> str:

@@ -135,7 +135,7 @@ class ForkServer:
         return self._codes.get(pid, -signal.SIGKILL)
 
     def close(self) -> None:
-        """End the server and the forks that still run."""
+        """Kill the server and its forked processes that still run."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
