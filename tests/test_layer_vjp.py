@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_pipeline_program import products
+from test_pipeline import products
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec

@@ -337,7 +337,7 @@ def test_rejected_start_changes_no_object(folder):
     flush_appended()
     before = objects_of(folder).items()
     first = [f"--run-dir={folder}-new", f"--init-from={folder}", "--model.d_model=64"]
-    # test_rejected_start rejects more starts in a folder.
+    # test_stored_settings rejects more starts in a folder.
     for rejected in ([*flags, "--optim.optimizer=sgd"], [*flags, "--resume=never"], first):
         with pytest.raises(ConfigError):
             run_here("train", *tiny(*rejected))
