@@ -30,8 +30,8 @@ class CheckpointConfig:
     )
     keep_best: str = setting(
         "none",
-        "METRIC:N = also keep the N checkpoints of best evaluation metric, e.g. loss:3 (the lowest) "
-        "or accuracy:1 (the highest)",
+        "METRIC:N = also keep the N checkpoints with the best evaluation metric, e.g. loss:3 "
+        "(the lowest) or accuracy:1 (the highest)",
     )
     async_save: bool = setting(
         True,
