@@ -319,7 +319,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 65_217,
     "package code lines": 46_268,
-    "test lines": 47_366,
+    "test lines": 47_360,
     "two-way folder pairs": 0,
     "settings of a run": 155,
 }

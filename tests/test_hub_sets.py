@@ -22,10 +22,10 @@ from jaxdist.data import load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main as data_command
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus
-from jaxdist.data.dataset import _open_corpus
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import find_files
 from jaxdist.data.hub_sets import HubSet, parse_hub_set
+from jaxdist.data.token_files import open_corpus
 from jaxdist.settings import write_toml
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -72,7 +72,7 @@ def corpus_tokens(corpus: Corpus) -> list[int]:
 
 
 def opened_tokens(source: str) -> list[int]:
-    return corpus_tokens(_open_corpus(source, make_encoder(load_tokenizer("bytes"))))
+    return corpus_tokens(open_corpus(source, make_encoder(load_tokenizer("bytes"))))
 
 
 @pytest.mark.parametrize(
