@@ -111,6 +111,19 @@ def test_silent_and_too_many_clients_are_disconnected(tmp_path, monkeypatch, cap
     assert capfd.readouterr().err == ""
 
 
+def test_a_client_that_sends_its_request_slowly_is_disconnected(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 1.0)
+    port = free_port()
+    monitor = start(tmp_path, port)
+    with socket.create_connection(("127.0.0.1", port)) as client, pytest.raises(OSError):
+        for _ in range(50):
+            client.sendall(b"X")
+            time.sleep(0.1)
+    assert fetch(port)["jaxdist_run_info"] == 1
+    monitor.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_only_process_0_serves(tmp_path):
     port = free_port()
     monitor = start(tmp_path, port, process_id=1)

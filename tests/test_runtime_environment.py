@@ -11,6 +11,7 @@ from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.settings import ConfigError
 
 EIGHT = ",".join(map(str, range(8)))
+SECRET = {"JAXDIST_JOB_TOKEN": "s"}
 
 
 def slurm(**changes: str | None) -> dict[str, str]:
@@ -216,7 +217,7 @@ def test_open_mpi_4_on_several_hosts_needs_the_address_of_mpirun():
     with refused("-x JAXDIST_COORDINATOR_ADDRESS="):
         resolve(environ)
     environ["JAXDIST_COORDINATOR_ADDRESS"] = "n1"
-    assert resolve(environ).coordinator_address == "n1:29400"
+    assert resolve(environ | SECRET).coordinator_address == "n1:29400"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_open_mpi_4_on_several_hosts_needs_the_address_of_mpirun():
     ids=["kubeflow_trainer", "jaxjob", "pytorchjob", "indexed_job"],
 )
 def test_kubernetes_style_environments(environ):
-    plan = resolve(environ)
+    plan = resolve(environ | SECRET)
     assert (plan.process_id, plan.num_processes) == (2, 4)
     assert plan.coordinator_address == "job-0.job:6666"
 
@@ -280,6 +281,16 @@ def test_a_process_that_would_run_without_its_peers_is_refused(environ, missing)
         ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, ["PMIX_RANK=1"]),
         ({"MASTER_ADDR": "h", "WORLD_SIZE": "1", "RANK": "3"}, ["process id 3", "job of 1"]),
         (slurm(SLURM_HET_SIZE="2", SLURM_NTASKS="5", SLURM_PROCID="0"), ["heterogeneous"]),
+        (
+            slurm(SLURM_HET_SIZE="2", SLURM_NTASKS="5", SLURM_STEP_NUM_TASKS=None),
+            ["heterogeneous", "started 5 tasks", "has 4"],
+        ),
+        ({"SLURM_JOB_ID": "17", "SLURM_HET_SIZE": "2"}, ["2 components", "srun"]),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_RANK=1"]),
+        ({"PMI_SIZE": "2", "PMI_ID": "1"}, ["PMI_SIZE=2", "PMI_RANK"]),
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"]),
+        ({"RANK": "3"}, ["RANK=3", "WORLD_SIZE"]),
+        ({"JAXDIST_NUM_PROCESSES": "2"}, ["JAXDIST_NUM_PROCESSES=2"]),
         (slurm(SLURM_STEP_NODELIST=""), ["SLURM_STEP_NODELIST=''"]),
         (slurm(SLURM_STEP_NODELIST="n[a-b]"), ["n[a-b]"]),
         # mpiexec in an allocation, started by srun on each node
@@ -293,7 +304,7 @@ def test_ranks_that_cannot_join_never_run_alone(environ, facts):
 
 def test_mpi_processes_join_the_coordinator_of_the_environment():
     environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "JAXDIST_COORDINATOR_ADDRESS": "n0"}
-    plan = resolve(environ)
+    plan = resolve(environ | SECRET)
     assert (plan.process_id, plan.num_processes, plan.coordinator_address) == (1, 2, "n0:29400")
     assert resolve(slurm(PMI_RANK="3", PMI_SIZE="4")).source == "SLURM job 17"
     assert resolve({"PMI_RANK": "0", "PMI_SIZE": "1"}).num_processes == 1
@@ -302,7 +313,7 @@ def test_mpi_processes_join_the_coordinator_of_the_environment():
 @pytest.mark.parametrize("address", ["fd00::10", "fd00::a1b", "[fd00::10]"])
 def test_ipv6_coordinators(address):
     environ = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
-    assert resolve(environ).coordinator_address == f"[{address.strip('[]')}]:29500"
+    assert resolve(environ | SECRET).coordinator_address == f"[{address.strip('[]')}]:29500"
 
 
 @pytest.mark.parametrize(
@@ -322,14 +333,47 @@ def test_visible_gpus_are_those_of_cuda(text, visible):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == visible
 
 
-def test_an_address_alone_is_not_a_job():
-    assert resolve({"JAX_COORDINATOR_ADDRESS": "n0:1"}).source == "alone"
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"JAX_COORDINATOR_ADDRESS": "n0:1"},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "major"},
+        {"NUM_PROCESSES": "8"},
+        {"PROCESS_ID": "1234"},
+        {"JOB_COMPLETION_INDEX": "3"},
+    ],
+)
+def test_variables_of_one_process_are_not_a_job(environ):
+    assert resolve(environ).source == "alone"
 
 
 def test_flags_override_every_environment():
     settings = RuntimeConfig(coordinator_address="n9:1234", num_processes=2, process_id=0)
-    plan = resolve(slurm(), settings)
+    plan = resolve(slurm(**SECRET), settings)
     assert (plan.source, plan.coordinator_address, plan.num_processes) == ("flags", "n9:1234", 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings"),
+    [
+        ({"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}, RuntimeConfig()),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "JAXDIST_COORDINATOR_ADDRESS": "n0"},
+            RuntimeConfig(),
+        ),
+        ({}, RuntimeConfig(coordinator_address="n9:1234", num_processes=2, process_id=0)),
+    ],
+)
+def test_a_job_that_may_span_hosts_has_a_secret(environ, settings):
+    with refused("JAXDIST_JOB_TOKEN", "secret"):
+        resolve(environ, settings)
+    with refused("JAXDIST_JOB_TOKEN"):
+        resolve(environ | {"JAXDIST_JOB_TOKEN": ""}, settings)
+    assert resolve(environ | SECRET, settings).token == "s"
+    on_loopback = RuntimeConfig(coordinator_address="[::1]:1", num_processes=2, process_id=0)
+    assert resolve({}, on_loopback).token == ""
 
 
 def test_an_empty_environment_is_one_process():

@@ -87,6 +87,16 @@ def test_missing_processes_are_reported_to_all_that_joined():
     assert missing(messages[0], *facts, f"0 on {host}", f"3 on {host}") == []
 
 
+def test_waiting_processes_print_for_whom(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "_QUIET_S", 0.2)
+    job = Job(3, timeout_s=1.0)
+    job.start(0, 2)
+    job.end()
+    err = capfd.readouterr().err
+    assert err.count(f"at {job.plan.coordinator_address}") == 2
+    assert "process 0: waiting for all of 3" in err and "process 2: waiting for process 0" in err
+
+
 @pytest.fixture
 def few_files():
     """Limit this process to 40 more open files than it has."""

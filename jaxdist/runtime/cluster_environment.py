@@ -81,12 +81,9 @@ def resolve(
         )
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
+    plan = dataclasses.replace(plan, token=environ.get("JAXDIST_JOB_TOKEN") or plan.token)
     _check(plan)
-    return dataclasses.replace(
-        plan,
-        local_device_ids=_local_devices(environ, plan, num_gpus),
-        token=environ.get("JAXDIST_JOB_TOKEN", plan.token),
-    )
+    return dataclasses.replace(plan, local_device_ids=_local_devices(environ, plan, num_gpus))
 
 
 def listed_gpus(environ: Mapping[str, str]) -> list[str] | None:
@@ -156,13 +153,20 @@ def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
     for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_mpi, _from_slurm):
         if plan := read(environ):
             return plan
-    for address, _, processes, process_id in _SPELLINGS:
+    mpi = {size: ("", "", size, rank) for rank, size, *_ in _MPI if size}
+    for address, _, processes, process_id in (*_SPELLINGS, *mpi.values()):
         rest = [name for name in (processes, process_id) if name in environ]
-        if address in environ and len(rest) == 1:
-            missing = process_id if rest == [processes] else processes
+        if len(rest) != 1:
+            continue
+        (given,), single = rest, rest == [processes]  # a job of 1, or process 0, may run alone
+        number = environ[given] if given not in _OTHER_USES and environ[given].isdecimal() else "0"
+        if address in environ or int(number) > single:
+            given = " and ".join(
+                f"{name}={environ[name]}" for name in (address, given) if name in environ
+            )
+            missing = process_id if single else processes
             raise ConfigError(
-                f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
-                f"{missing} is not: this process would run alone. Set {missing}, or "
+                f"{given} set without {missing}: this process would run alone. Set {missing}, or "
                 "runtime.num_processes=1 to run one process."
             )
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
@@ -195,6 +199,9 @@ _SPELLINGS = (
         "JOB_COMPLETION_INDEX",
     ),
 )
+
+_OTHER_USES = ("NUM_PROCESSES", "PROCESS_ID", "JOB_COMPLETION_INDEX")
+"""Names that also describe independent processes; without an address they mean nothing."""
 
 
 def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
@@ -265,6 +272,7 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
 
 _MPI = (
     # rank, number of processes, rank on the host, processes on the host; "" = not available
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", ""),  # complete: _from_open_mpi
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
      "JSM_NAMESPACE_LOCAL_SIZE"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
@@ -313,24 +321,28 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     num_processes = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     if "SLURM_STEP_NODELIST" not in environ:
         # The shell of a batch job or salloc is one process, even in a large allocation.
-        if _number(environ, "SLURM_NTASKS", 1) > 1 or _number(environ, "SLURM_NNODES", 1) > 1:
+        sizes = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_HET_SIZE")
+        if any(_number(environ, name, 1) > 1 for name in sizes):
             raise ConfigError(
                 f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
-                f"{environ.get('SLURM_NNODES', '1')} nodes, but this process was not started by "
+                f"{environ.get('SLURM_NNODES', '1')} nodes in {environ.get('SLURM_HET_SIZE', '1')} "
+                "components, but this process was not started by "
                 "srun and would run alone. Put srun before python, or set "
                 "runtime.num_processes=1."
             )
         return JoinPlan(source="SLURM (batch shell)", attempt=attempt)
-    if _number(environ, "SLURM_HET_SIZE", 1) > 1 and (
-        _number(environ, "SLURM_NTASKS", num_processes) != num_processes
-    ):
+    per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    component = sum(per_node) or num_processes
+    total = num_processes
+    if _number(environ, "SLURM_HET_SIZE", 1) > 1:
+        total = _number(environ, "SLURM_NTASKS", total)
+    if total > component:
         raise ConfigError(
-            f"srun started {environ['SLURM_NTASKS']} tasks in several components of a "
-            f"heterogeneous job; this one has {num_processes}. Use one (srun --het-group=0), "
+            f"srun started {total} tasks in several components of a "
+            f"heterogeneous job; this one has {component}. Use one (srun --het-group=0), "
             "or set runtime.coordinator_address, num_processes and process_id in each process."
         )
     hosts = _hosts_of_step(environ)
-    per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
     coordinator = _coordinator_of(environ)
     name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
@@ -398,11 +410,18 @@ def _check(plan: JoinPlan) -> None:
             f"{plan.source}: coordinator {plan.coordinator_address!r} is not host:port. Set it to "
             f"the host of process 0 and a free port, e.g. node001:{DEFAULT_PORT}."
         )
-    if is_loopback(plan.coordinator_address.rpartition(":")[0]) and plan.num_hosts > 1:
+    on_loopback = is_loopback(plan.coordinator_address.rpartition(":")[0])
+    if on_loopback and plan.num_hosts > 1:
         raise ConfigError(
             f"{plan.source}: coordinator {plan.coordinator_address} is a loopback address, which "
             f"the other {plan.num_hosts - 1} host(s) of the job cannot reach. Use a name or "
             "address of process 0's host that they resolve."
+        )
+    if not (plan.token or plan.num_hosts == 1 or on_loopback):
+        raise ConfigError(
+            f"{plan.source}: the coordinator {plan.coordinator_address} is on a network and the "
+            "job has no secret: any process there could join. Set JAXDIST_JOB_TOKEN to the same "
+            "text in all processes, e.g. to one output of `openssl rand -hex 16`."
         )
 
 

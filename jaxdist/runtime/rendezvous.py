@@ -28,6 +28,7 @@ from typing import NoReturn
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
 from jaxdist.runtime.coordination.transfer import listen
 from jaxdist.runtime.host_memory import check_open_files
+from jaxdist.runtime.progress import waiting
 
 log = logging.getLogger("jaxdist")
 
@@ -35,6 +36,7 @@ _RETRY_S = 0.1
 _LINE_S = 5.0  # to receive one short line after connecting
 _SERVICE_S = 30.0  # minimum time for jax's service to start after the check-in
 _LINE_BYTES = 4096
+_QUIET_S = 10.0  # processes of one job usually start within this time
 _NAMED = 8  # missing processes listed in a message
 _SILENT = 64  # most unidentified connections; the oldest are closed
 _LINE = re.compile(rb"jaxdist ([0-9a-f]{64}) (\d{1,7}) (\d{1,7}) ([!-~]{1,255})\n")
@@ -44,6 +46,7 @@ _ANSWER = re.compile(rb"jaxdist ([0-9a-f]{64}) ([^\n]*)\n")
 class RendezvousError(RuntimeError):
     """The processes of a job did not all check in; the next attempt may succeed."""
 
+    has_traceback = False
     advice = (
         "see the logs of the named processes: they may have failed or been stopped before. Other "
         "causes are a firewall, a broken link, a wrong address, or for a taken port an earlier "
@@ -59,10 +62,16 @@ def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
-    if plan.process_id == 0:
-        check_open_files(plan.num_processes)
-        return _accept_all(_listen(host, int(port)), plan, until, timeout_s)
-    _check_in(host, int(port), plan, until, timeout_s)
+    what = "all" if plan.process_id == 0 else "process 0"
+    with waiting(
+        f"process {plan.process_id}: waiting for {what} of {plan.num_processes} at "
+        f"{plan.coordinator_address}, at most {timeout_s:.0f} s",
+        _QUIET_S,
+    ):
+        if plan.process_id == 0:
+            check_open_files(plan.num_processes)
+            return _accept_all(_listen(host, int(port)), plan, until, timeout_s)
+        _check_in(host, int(port), plan, until, timeout_s)
     return plan.coordinator_address
 
 

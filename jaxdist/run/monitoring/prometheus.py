@@ -5,6 +5,7 @@ Names follow the Prometheus conventions: base units at the end, `_total` for cou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
@@ -129,7 +130,7 @@ class Prometheus:
 
 
 class _Handler(simple_server.WSGIRequestHandler):
-    """One request; a client that stays silent for `timeout` seconds is disconnected."""
+    """One request of at most `timeout` seconds."""
 
     timeout = 5
 
@@ -155,14 +156,23 @@ class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one connection."""
+        """Answer one connection; end it after the handler's time-out, however often it sends."""
+        end = threading.Timer(_Handler.timeout, _hang_up, [request])
+        end.daemon = True
+        end.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            end.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Write no traceback for a client that disconnects or stays silent."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
