@@ -73,6 +73,9 @@ MESH = {  # tests/test_mesh.py covers the notation
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64",
         "Use --train.num-microbatches 4, a batch of 64"),
+    "microbatches of a pipeline": (
+        ["--mesh=pp=2", "--train.global-batch-size=6", "--train.num-microbatches=4"],
+        "multiple of 4", "Use --train.num-microbatches 2, a batch of 4 or 8"),
     "fsdp width": (
         ["--mesh=fsdp=32", "--model.d_model=240"],
         "fsdp=32 does not divide model.d_model=240", "Legal"),

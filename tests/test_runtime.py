@@ -70,6 +70,23 @@ def test_full_disk_with_a_path_is_one_line():
     assert done.returncode == 1 and line.startswith("/full/file: No space left") and "free" in line
 
 
+def test_full_standard_output_is_one_line():
+    done = run("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x' * 100_000)")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("standard output: No space left on device; ")
+
+
+def test_full_disk_in_an_output_names_its_path(tmp_path):
+    done = run(f"""
+        from pathlib import Path
+        from jaxdist.runtime.new_output import new_output
+        with new_output(Path({str(tmp_path / "out")!r})) as partial:
+            raise OSError(28, "No space left on device")
+    """)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{tmp_path / 'out'}: No space left on device; ")
+
+
 def test_interrupt_is_one_line():
     done = run("raise KeyboardInterrupt")
     assert done.stderr.strip() == "interrupted"
@@ -98,6 +115,7 @@ def test_failure_is_recorded_for_the_launcher(tmp_path):
         ("Gloo AllGather failed: Connection reset by peer", "another process died"),
         ("OSError: [Errno 28] No space left on device", "disk of the path in the message is full"),
         ("XlaRuntimeError: RESOURCE_EXHAUSTED: [Errno 28] No space left on device", "disk of"),
+        ("CheckpointError: /r/checkpoints is gone: is its file system still mounted?", "--run-dir"),
         ("ModuleNotFoundError: No module named 'torch'", "library is not installed"),
         ("ValueError: boom", "resumes from the newest valid checkpoint"),
     ],

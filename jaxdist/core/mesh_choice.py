@@ -95,10 +95,10 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
     if size > 1:
         sizes, unit = f"{sizes} × rows_per_example={size} of the objective", "complete examples"
     fix = f"{f'{down} or ' if down else ''}{up}"
-    if batch % (rows // workload.num_microbatches) == 0 and spec[PIPELINE] == 1:
-        most = batch // (rows // workload.num_microbatches)
-        distance = lambda count: abs(count - workload.num_microbatches)
-        count = min((c for c in range(1, most + 1) if most % c == 0), key=distance)
+    most, rest = divmod(batch, rows // workload.num_microbatches)
+    counts = [c for c in range(spec[PIPELINE], most + 1, spec[PIPELINE]) if most % c == 0]
+    if counts and not rest:
+        count = min(counts, key=lambda c: abs(c - workload.num_microbatches))
         fix = f"--train.num-microbatches {count}, a batch of {fix}"
     yield (
         f"train.global_batch_size={batch} is not a multiple of {rows} ({sizes} × "

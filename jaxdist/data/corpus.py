@@ -201,9 +201,8 @@ def write_corpus(
                 what = "records" if encoder.weighted else "text"
                 raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
         shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
+    except OSError:
         if not (folder / "corpus.json").exists():  # else another process was first
-            error.filename = error.filename or str(folder)  # `write` names no file
             raise
 
 

@@ -158,15 +158,13 @@ def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
         rest = [name for name in (processes, process_id) if name in environ]
         if len(rest) != 1:
             continue
-        (given,), single = rest, rest == [processes]  # a job of 1, or process 0, may run alone
-        number = environ[given] if given not in _OTHER_USES and environ[given].isdecimal() else "0"
+        (name,), single = rest, rest == [processes]  # a job of 1, or process 0, may run alone
+        number = environ[name] if name not in _OTHER_USES and environ[name].isdecimal() else "0"
         if address in environ or int(number) > single:
-            given = " and ".join(
-                f"{name}={environ[name]}" for name in (address, given) if name in environ
-            )
+            facts = " and ".join(f"{n}={environ[n]}" for n in (address, name) if n in environ)
             missing = process_id if single else processes
             raise ConfigError(
-                f"{given} set without {missing}: this process would run alone. Set {missing}, or "
+                f"{facts} set without {missing}: this process would run alone. Set {missing}, or "
                 "runtime.num_processes=1 to run one process."
             )
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))

@@ -63,6 +63,11 @@ _ADVICE = (
         "checkpoints are intact",
     ),
     (
+        ("is gone: is its file system still mounted?",),
+        "mount its file system again, or move the directory back or name its new path (--run-dir), "
+        "then start the same command again: it resumes from the newest valid checkpoint there",
+    ),
+    (
         ("File too large",),
         "a file exceeds the limit of its file system or of `ulimit -f`: raise the limit, or choose "
         "another disk (--run-dir), then start the same command again; committed checkpoints are "
@@ -163,9 +168,10 @@ def _report(error: BaseException, otherwise: str) -> int:
         text, code, advice = str(error), EXIT_CONFIG, ""  # each problem already includes a fix
         print(text, file=sys.stderr)
     elif isinstance(error, OSError) and (
-        is_url(str(error.filename)) or (error.filename and error.errno in _FULL)
+        is_url(str(path := error.filename))
+        or (error.errno in _FULL and (path := error.filename or _full_stdout()))
     ):
-        text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
+        text, code = f"{path}: {error.strerror}", EXIT_FAILURE
         advice = advice_for(text, otherwise)
         _print_error(f"{text}; {advice}")
     else:
@@ -187,6 +193,15 @@ def _report(error: BaseException, otherwise: str) -> int:
         _print_error(block)
     write_error_file(code, text, advice)
     return code
+
+
+def _full_stdout() -> str:
+    """Return a name of stdout if it is on a full disk."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")  # after an error, `flush` has nothing left to write
+    except OSError as error:
+        return "standard output" if error.errno in _FULL else ""
+    return ""
 
 
 def _print_error(text: str) -> None:

@@ -28,6 +28,9 @@ def new_output(path: Path) -> Iterator[Path]:
         if path.is_file():
             raise FileExistsError(f"{path} was written by another process meanwhile")
         partial.rename(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # `write` names no file
+        raise
     finally:
         _remove(partial)
 

@@ -239,6 +239,9 @@ CHECK = "software"
 _OLDEST_DRIVER = {"13": 580, "12": 525}
 """CUDA's major version -> the first driver that runs it (CUDA release notes, table 2)."""
 
+_WRONG_VERSIONS = ("0.11.0", "0.11.1")
+"""Versions of jax that `pyproject.toml` excludes; conda may install them."""
+
 _SUMMARY = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 _MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -267,6 +270,12 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
             CHECK,
             f"jax {versions.get('jax')} with jaxlib {jaxlib}",
             "install the same version of both: pip install -c constraints.txt -e .",
+        )
+    if versions.get("jax") in _WRONG_VERSIONS:
+        yield error(
+            CHECK,
+            f"jax {versions['jax']} is reported to compute wrong values on some GPUs (jax#40633)",
+            "install another version: pip install -c constraints.txt -e .",
         )
     majors = sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))})
     if len(majors) > 1:
