@@ -98,6 +98,15 @@ def test_only_a_notice_for_this_machine_stops(service, cloud, caplog, propagatin
         assert noticed.wait(5)
 
 
+def test_polling_continues_after_an_unexpected_answer(service, caplog, propagating):
+    server, noticed = service("azure"), threading.Event()
+    server.answers[AZURE] = (200, "[]")
+    with spot_notices.watching("azure", noticed.set):
+        assert not noticed.wait(0.3) and len(caplog.records) == 1
+        server.answers.update([NOTICE["azure"]])
+        assert noticed.wait(5)
+
+
 def test_unreachable_service_is_one_warning(monkeypatch, caplog, propagating):
     monkeypatch.setattr(spot_notices, "INTERVAL_S", 0.02)
     monkeypatch.setitem(spot_notices._ADDRESSES, "aws", "http://127.0.0.1:9")

@@ -52,7 +52,7 @@ def _poll(cloud: str, on_notice: Callable[[], None], ended: threading.Event) -> 
     while True:
         try:
             notice = _NOTICES[cloud](_ADDRESSES[cloud])
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of the network, of HTTP, or of an unexpected answer
             if not failed:
                 log.warning(
                     "the metadata service of %s does not respond (%s): until it does, spot notices "
