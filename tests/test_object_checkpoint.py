@@ -145,4 +145,4 @@ def test_a_store_that_hangs_after_a_commit_does_not_block_the_run(server, monkey
         assert time.monotonic() - begun < 200  # of the 300 s that it hangs
         over.set()
     object_servers.forget_clients()
-    assert missing(caplog.text, "deleting old checkpoints of s3://bucket/hangs: not done") == []
+    assert missing(caplog.text, "deleting old checkpoints of s3://bucket/hangs: not finished") == []
