@@ -149,7 +149,7 @@ def test_evaluation_spreads_complete_examples_over_the_data():
             ["--mesh=dp=2", "--train.global_batch_size=12", "--train.num_microbatches=2"],
             ["multiple of 8"],
         ),
-        (["--mesh=pp=2", "--train.global_batch_size=4", "--train.num_microbatches=4"], ["Use 8"]),
+        (["--mesh=pp=2", "--train.global_batch_size=4", "--train.num_microbatches=4"], ["of 8"]),
         (
             ["--mesh=dp=2", "--train.global_batch_size=8", "--eval.global_batch_size=6"],
             ["eval.global_batch"],

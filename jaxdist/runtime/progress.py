@@ -96,12 +96,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def waiting(what: str, after_s: float = SHORT_S) -> Iterator[None]:
-    """Report a wait of unknown length after `after_s`, then every half minute."""
+def waiting(what: str, after_s: float | None = None) -> Iterator[None]:
+    """Report a wait of unknown length after `after_s` (`SHORT_S`), then every half minute."""
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
-        if not over.wait(after_s):
+        if not over.wait(SHORT_S if after_s is None else after_s):
             _log_line(f"{what} ...")
         while not over.wait(EVERY_S):
             _log_line(f"{what}: {duration(time.monotonic() - begun)} so far")

@@ -202,8 +202,8 @@ class Supervisor:
             checkpoints = saved or checkpoints
             if self._failures > self.policy.max_restarts:
                 log(
-                    f"giving up: {self.policy.max_restarts} restarts (max_restarts) brought no "
-                    f"new checkpoint. Logs: {self.run_dir / 'logs'}"
+                    f"giving up: max_restarts={self.policy.max_restarts} restarts without a new "
+                    f"checkpoint. Logs: {self.run_dir / 'logs'}"
                 )
                 return result.exit_code
             newest = max(checkpoints, default=-1)
