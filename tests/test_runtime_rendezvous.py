@@ -16,7 +16,7 @@ from commands import free_port
 from refusals import missing
 
 from jaxdist import runtime
-from jaxdist.runtime import entry_point, rendezvous
+from jaxdist.runtime import entry_point, progress, rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 from jaxdist.settings import ConfigError
@@ -87,14 +87,17 @@ def test_missing_processes_are_reported_to_all_that_joined():
     assert missing(messages[0], *facts, f"0 on {host}", f"3 on {host}") == []
 
 
-def test_waiting_processes_print_for_whom(monkeypatch, capfd):
+def test_waiting_processes_print_for_whom(monkeypatch):
     monkeypatch.setattr(rendezvous, "_QUIET_S", 0.2)
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "_log_line", lines.append)
     job = Job(3, timeout_s=1.0)
     job.start(0, 2)
     job.end()
-    err = capfd.readouterr().err
-    assert err.count(f"at {job.plan.coordinator_address}") == 2
-    assert "process 0: waiting for all of 3" in err and "process 2: waiting for process 0" in err
+    waits = "process 0: waiting for all of 3", "process 2: waiting for process 0 of 3"
+    assert sorted(lines) == [
+        f"{w} at {job.plan.coordinator_address}, at most 1 s ..." for w in waits
+    ]
 
 
 @pytest.fixture
