@@ -89,15 +89,13 @@ def test_missing_processes_are_reported_to_all_that_joined():
 
 def test_waiting_processes_print_for_whom(monkeypatch):
     monkeypatch.setattr(rendezvous, "_QUIET_S", 0.2)
-    lines: list[str] = []
-    monkeypatch.setattr(progress, "_log_line", lines.append)
+    monkeypatch.setattr(progress, "_log_line", (lines := []).append)
     job = Job(3, timeout_s=1.0)
     job.start(0, 2)
     job.end()
-    waits = "process 0: waiting for all of 3", "process 2: waiting for process 0 of 3"
-    assert sorted(lines) == [
-        f"{w} at {job.plan.coordinator_address}, at most 1 s ..." for w in waits
-    ]
+    at = f"at {job.plan.coordinator_address}, at most 1 s ..."
+    waits = "0: waiting for all of 3", "2: waiting for process 0 of 3"
+    assert sorted(lines) == [f"process {wait} {at}" for wait in waits]
 
 
 @pytest.fixture
