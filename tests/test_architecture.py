@@ -319,7 +319,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 65_266,
     "package code lines": 46_312,
-    "test lines": 47_434,
+    "test lines": 47_435,
     "two-way folder pairs": 0,
     "settings of a run": 155,
 }
