@@ -186,7 +186,7 @@ def test_legal_sizes_cut_no_example_of_a_users_objective(tmp_path, monkeypatch):
         "def build(*, seq_len):\n    pairs = types.SimpleNamespace(rows_per_example=2)\n"
         "    return dataclasses.replace(example.build(seq_len=seq_len), objective=pairs)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     flags = ["--mesh=dp=6", "--mesh.elastic=true", "--train.global-batch-size=12"]
     sizes = {
         factory: read_sizes([*flags, "--model=custom", f"--model.factory={factory}"]).legal
