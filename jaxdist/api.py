@@ -222,7 +222,7 @@ def _objects(
     """Return model and data if they are objects; otherwise add them to the settings in `values`.
 
     The settings store the name of an importable function, so that the run can be opened and resumed
-    without the program. The model is returned as seq_len -> the model, or None.
+    without the program. A model object is returned as a function of seq_len; otherwise it is None.
     """
     make_model = None
     if isinstance(model, str | Mapping):

@@ -126,7 +126,7 @@ def run(
     directory.objective = name_of(program.objective)
     program.on_start(directory)
     if job.num_processes > 1:
-        log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
+        log.info("job started by %s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is None:
         log.warning("override=audit: not audited, so missing or repeated sums go undetected")

@@ -16,7 +16,10 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """Return the shape of the largest block of complete trailing rows within `max_bytes`."""
+    """Return the shape of the largest block within `max_bytes` that is contiguous in memory.
+
+    Arrays are row-major, so only leading dims are cut. A block has at least one element.
+    """
     block = list(shape)
     for dim in range(len(shape)):
         rest = math.prod(block[dim + 1 :]) * itemsize
@@ -66,13 +69,13 @@ def relative(part: Index, index: Sequence[slice]) -> Index:
 
 
 def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
-    """Return the bounds of an index with slices of leading dims; None = the complete array."""
+    """Return (start, stop) of each dim; `index` has slices of leading dims, None = all of them."""
     bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
 def slices_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
-    """Return the index with the bounds of `bounds_of`."""
+    """Return a slice of each dim; `index` has slices of leading dims, None = all of them."""
     return tuple(slice(*part) for part in bounds_of(index, shape))
 
 

@@ -365,7 +365,7 @@ class Checkpointer:
         try:
             state, meta = self._local.load(abstract_state)
         except CorruptCheckpoint as error:
-            self._events.log(f"local save not loaded: {error}")
+            self._events.log(f"loading a local save failed, choosing another save: {error}")
             self.choose(lambda: abstract_state)
             return None
         self._resumed(self._chosen)

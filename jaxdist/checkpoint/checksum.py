@@ -219,7 +219,10 @@ def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int
 def _merged(
     part: Array, start: Sequence[Array | int], shape: Sequence[int]
 ) -> tuple[Array, list[Array | int], list[int]]:
-    """Merge each complete dim of a part [...] into the dim before it; keeps flat positions."""
+    """Merge each complete dim of a part [...] into the dim before it; keep flat positions.
+
+    Returns the reshaped part, and its `start` and the `shape` of its array in the merged dims.
+    """
     lengths, begins, sizes = [part.shape[0]], [start[0]], [shape[0]]
     for length, begin, size in zip(part.shape[1:], start[1:], shape[1:], strict=True):
         if length == size:

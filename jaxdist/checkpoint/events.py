@@ -119,7 +119,7 @@ class EventLog:
         )
         self.log(
             f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} per process in "
-            f"{outcome.written_s:.2f} s with its copies, training blocked "
+            f"{outcome.written_s:.2f} s including copies on other hosts, training blocked "
             f"{outcome.blocked_s:.2f} s"
         )
 

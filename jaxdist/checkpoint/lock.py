@@ -136,10 +136,12 @@ class DirectoryLock:
         if here and may_live and self._directory.is_local and pid != os.getpid():
             raise self._refusal(holder)
         if may_live:
-            self._log(f"watching for heartbeats of {who}, {3 * HEARTBEAT_S:.0f} s")
+            self._log(
+                f"locked by {who}: waiting {3 * HEARTBEAT_S:.0f} s for a heartbeat of a live run"
+            )
             if _beats(file, holder):
                 raise self._refusal(holder)
-        self._log(f"took over from {who}, which is gone")
+        self._log(f"took over the lock of {who}, which has ended")
 
     def _refusal(self, holder: dict[str, Any]) -> ConfigError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"

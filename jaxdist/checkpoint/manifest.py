@@ -57,7 +57,7 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """Return the checkpoint directory inside or above a path, and the step if it names one."""
+    """Return the checkpoint directory inside or above a path, and its step (None = not named)."""
     location = locate(path).absolute()
     for candidate in (location / "checkpoints", location, location.parent):
         if steps_in(candidate) and (candidate != location.parent or location.name.isdecimal()):

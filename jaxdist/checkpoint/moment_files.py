@@ -63,7 +63,7 @@ class MomentPart(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the part."""
+        """Return the size of the part in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.leaf.value.dtype.itemsize
 
 
@@ -265,7 +265,10 @@ def _start(part: MomentPart) -> list[int]:
 
 @contextlib.contextmanager
 def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """Lock a directory among processes; raises `BlockingIOError` if it is locked, unless `wait`."""
+    """Hold a lock on a directory against other processes during a `with` block.
+
+    If another process holds it: wait, or raise `BlockingIOError` if `wait` is False.
+    """
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -195,9 +195,10 @@ def stored_copies(names: Collection[str]) -> list[str]:
 
 
 def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:
-    """Split the parameters [...] to restore by the item that stores them: `item` or `params`.
+    """Return the parameters [...] to read from `item`, and those to read from `params`.
 
-    `names` are the names of a checkpoint's arrays. Each result has None at the leaves of the other.
+    Both are trees like `target`, with None at the leaves of the other. `names` are the names of a
+    checkpoint's arrays.
     """
     model = GROUPS["model"].item
 

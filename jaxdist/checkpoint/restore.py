@@ -127,7 +127,7 @@ class Reader:
         return reason
 
     def commit(self) -> None:
-        """Mark the checkpoints that were found to be corrupt."""
+        """Write the marker files of the checkpoints that verification or loading rejected."""
         self.is_held = False
         for step, reason in self._corrupt.items():
             self.group.decide(functools.partial(_mark_corrupt, self.directory / step, reason))
@@ -193,7 +193,7 @@ class Reader:
             if not self.is_held:
                 self.commit()
         self.events.event("checkpoint_skipped", step=step, reason=reason)
-        self.events.log(f"checkpoint {step} cannot be loaded: {reason}")
+        self.events.log(f"checkpoint {step} is skipped, because it cannot be loaded: {reason}")
 
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
@@ -239,7 +239,7 @@ class Reader:
         try:
             return manifest.damage(path)
         except OSError as error:
-            self.events.log(f"{path} could not be checked: {one_line(error)}")
+            self.events.log(f"checkpoint {path} could not be verified: {one_line(error)}")
             return ""
 
 

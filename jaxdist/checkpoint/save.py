@@ -163,7 +163,7 @@ class Saver:
                 return False
             except ValueError as reason:
                 manifest.delete(path)
-                self._events.log(f"checkpoint {step} is replaced by this save: {reason}")
+                self._events.log(f"this save replaces checkpoint {step}, not loadable: {reason}")
         self.check_room(num_bytes)
         return True
 
@@ -196,7 +196,10 @@ class Saver:
             manifest.mark(self._directory / step, manifest.SUPERSEDED, reason)
         if newer:
             which = ", ".join(map(str, newer))
-            self._events.log(f"checkpoints {which} are marked {manifest.SUPERSEDED}: {reason}")
+            self._events.log(
+                f"checkpoints {which} are marked {manifest.SUPERSEDED} and not loaded again: "
+                f"{reason}"
+            )
         self.resumed_from = None
 
     def _start(
@@ -370,7 +373,10 @@ class Saver:
 
 @contextlib.contextmanager
 def _prompt_thread_switches() -> Iterator[None]:
-    """Switch threads every 0.1 ms (default 5 ms): training waits while Orbax starts threads."""
+    """In this block, let Python switch threads every 0.1 ms instead of 5 ms.
+
+    Training waits while Orbax starts its threads.
+    """
     default = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
     try:

@@ -159,7 +159,10 @@ def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
-    """Keep the text format of a run's stored settings; without one, use the old format."""
+    """Keep the version of text processing (`data.text_format`) of a run's `stored` settings.
+
+    Stored settings without one are of the oldest version.
+    """
     if not stored:
         return run
     stored_format = stored.get("data", {}).get("text_format")
@@ -245,7 +248,10 @@ def model_at(path: str) -> ModelConfig:
 
 
 def replaced_head(config: RunConfig) -> list[str]:
-    """Return the head parameters of both if a score head replaces the head of `init_from`."""
+    """Return the names of head parameters, old and new, if a score head replaces a token head.
+
+    The old head is that of `init_from`; [] if no head is replaced.
+    """
     if not (config.init_from and config.num_labels):
         return []
     stored = model_at(config.init_from)
@@ -281,9 +287,10 @@ def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> Ru
 
 
 def settings_before(path: str | os.PathLike[str], step: int) -> RunConfig:
-    """Return the settings that reproduce a step: of the checkpoint before it, with all mixtures.
+    """Return the settings that reproduce a step: those stored with the checkpoint before it.
 
-    Mixtures of data may be declared after that checkpoint, and contain the earlier ones.
+    If the data mixture changes during the run, the data settings are the newest ones, which contain
+    all mixtures.
     """
     run, file = settings_of_run(path, step - 1), locate(path) / "config.toml"
     newest = stored_run(file) if file.exists() else run

@@ -112,7 +112,7 @@ class BlockLayout:
 
     @property
     def run(self) -> int:
-        """Number of adjacent blocks of an output that always have the same range."""
+        """Number of adjacent blocks of an output that share one second-level scale ("range")."""
         if _NESTED % self.per_output == 0:
             return self.per_output
         # At most 4, so that many meshes divide the rest.
@@ -125,7 +125,10 @@ class BlockLayout:
         return BLOCK * (self.run if shares_range else 1)
 
     def record(self, dims: Dims) -> BlockWeight:
-        """Return the metadata of the arrays; `dims` are those of the float array."""
+        """Return a weight with a `Parameter` (dims, storage) in place of each stored array.
+
+        `dims` are the logical dims of the weight before quantization.
+        """
         outs = dims[1 + len(self.inputs) :]
         flat = (*dims[:2], *outs)
 
@@ -281,7 +284,7 @@ class BlockWeight(CompositeWeight):
         return jax.checkpoint(run)(x, self)  # backward saves only the stored arrays
 
     def dense(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return shape, dtype and sharding of the array that a stacked weight stores."""
+        """Return shape and sharding of the dequantized weight [layers, ...], with this dtype."""
         shape, spec = self.codes.shape, [*self.codes.sharding.spec]
         inputs = shape[1] * (2 if self.format == "nf4" else 1) // math.prod(self.inner)
         spec = [*spec[:2], *[None] * len(self.inner), *spec[2:]]
@@ -292,18 +295,19 @@ class BlockWeight(CompositeWeight):
 
 
 def is_quantized(node: Any) -> bool:
-    """Return True for a `BlockWeight`, as `is_leaf` of a tree."""
+    """Return True for a `BlockWeight`; used as `is_leaf` of `jax.tree` functions."""
     return isinstance(node, BlockWeight)
 
 
 def to_quantize(
     target: Any, blocks: Mapping[str, BlockLayout]
 ) -> tuple[Any, Callable[[str, Any], Any]]:
-    """Return the tree to load for a `target` of shapes and shardings, and a function that stores.
+    """Return a tree of shapes to load in place of `target`, and a function that quantizes a leaf.
 
-    `blocks` maps names in the layers to their format. The tree has one dense array per quantized
-    weight, bfloat16 [layers, *inputs, *outputs]. Quantized leaves that are arrays already stay. The
-    function maps (name, loaded leaf) to the leaf of the target.
+    `target` has shapes and shardings. The result has one dense array per quantized weight,
+    bfloat16 [layers, *inputs, *outputs]; quantized weights that are already loaded do not change.
+    `blocks` maps names in the layers to their block layout. The function maps (name, loaded leaf)
+    to the leaf of the target.
     """
     quantized: dict[str, tuple[BlockLayout, BlockWeight]] = {}
 

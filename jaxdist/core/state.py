@@ -78,7 +78,7 @@ def init_state(
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
     shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups
     besides the model's. `params`, laid out by `layout`, replace random ones; they are donated.
-    `loss_scale`: {} or 2 [].
+    `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
     """
     state = abstract_state(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, copies=copies
@@ -100,7 +100,7 @@ def abstract_state(
 ) -> TrainState:
     """Return the state in the order of the model as `ShapeDtypeStruct`s with shardings.
 
-    `loss_scale` is {} or two [].
+    `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
     """
     make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shapes = jax.eval_shape(lambda: make(0))

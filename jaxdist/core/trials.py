@@ -83,7 +83,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
         try:
             return json.loads(path.read_text())["result"]
         except (OSError, ValueError, KeyError):
-            log.warning("%s is unreadable: checking %s again", path, name)
+            log.warning("cached result %s is unreadable: checking %s again", path, name)
     with waiting(f"trying {name} in a child process"):
         result = _in_child(kind, request, _child_environ(device))
     if folder and "failed" not in result:

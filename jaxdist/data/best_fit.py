@@ -89,7 +89,7 @@ def count_long(corpus: Corpus, seq_len: int) -> tuple[int, int]:
 
 
 def _from_row(entries: Entries, row: int) -> Entries:
-    """Return the pieces of a run without the rows before `row`."""
+    """Return the pieces of a run of rows after its first `row` rows."""
     return tuple((length, count, first + row * count) for length, count, first in entries)
 
 
@@ -142,12 +142,12 @@ class BestFitPlan:
 
     @functools.cached_property
     def _documents(self) -> tuple[int, int]:
-        """First and last document, exclusive."""
+        """Indices of the first document, and of the one after the last."""
         first, last = self.corpus.ended_before([self.start + 1, self.stop])
         return int(first), int(last) + (self.stop > self.start)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield first token, full rows and remainder length of documents, int64 [block] each."""
+        """Yield first token, number of full rows and remainder length per document, int64 [n]."""
         begin, end = self._documents
         for at in range(first, min(last, end), _BLOCK):
             ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(
@@ -164,7 +164,10 @@ class BestFitPlan:
 
     @functools.cached_property
     def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Full rows, and documents whose remainder, without a token in the loss; int64 [n]."""
+        """Indices of full rows without a token in the loss, and of documents; int64 [n] each.
+
+        The documents are those whose remainder has no token in the loss.
+        """
         full_rows: list[int] = []
         rests: list[int] = []
         document, number = self._documents[0], 0
@@ -185,7 +188,7 @@ class BestFitPlan:
         return np.array(full_rows, np.int64), np.array(rests, np.int64)
 
     def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield first document, full rows and remainder lengths of a block, int64 [block]."""
+        """Yield blocks of documents: index of the first; full rows, remainder lengths [block]."""
         document = self._documents[0]
         for _, full, rest in self._cuts(*self._documents):
             dropped = self._dropped[1] - document
@@ -195,7 +198,7 @@ class BestFitPlan:
 
     @functools.cached_property
     def _counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Remainders by length, int64 [seq_len], and full rows before each group of documents."""
+        """Number of remainders of each length, int64 [seq_len], and the result of `_full_rows`."""
         counts, groups = np.zeros(self.seq_len, np.int64), [np.zeros(1, np.int64)]
         for _, full, rest in self._rests():
             counts += np.bincount(rest, minlength=self.seq_len)
@@ -205,7 +208,7 @@ class BestFitPlan:
 
     @property
     def _full_rows(self) -> np.ndarray:
-        """Full rows before each group of documents, and all, int64 [groups + 1]."""
+        """Number of full rows before each group of documents, then of all: int64 [groups + 1]."""
         return self._counted[1]
 
     @functools.cached_property
@@ -214,13 +217,13 @@ class BestFitPlan:
 
     @functools.cached_property
     def _buckets(self) -> np.ndarray:
-        """First remainder of each length in `_by_length`, int64 [seq_len]."""
+        """Index in `_by_length` of the first remainder of each length, int64 [seq_len]."""
         counts = self._counted[0]
         return np.cumsum(counts) - counts
 
     @functools.cached_property
     def _by_length(self) -> np.ndarray:
-        """Documents with a remainder, by its length, then number: uint32 or int64 [documents]."""
+        """Indices of documents with a remainder, sorted by its length, then by index: [n]."""
         counts = self._counted[0]
         documents = np.empty(int(counts.sum()), np.min_scalar_type(max(self._documents)))
         following = self._buckets.copy()

@@ -30,7 +30,7 @@ def cache_folder() -> Path:
             ) from None
         spare = Path(tempfile.gettempdir()) / f"jaxdist-cache-{os.getuid()}"
         spare.mkdir(mode=0o700, exist_ok=True)
-        log.info("%s cannot be written (%s): caching in %s", folder, error.strerror, spare)
+        log.info("cache folder %s is not writable (%s): using %s", folder, error.strerror, spare)
         return spare
 
 
@@ -43,7 +43,7 @@ def _home() -> Path:
 
 @contextlib.contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Hold a lock on this host, in the file `path`."""
+    """Hold the lock file `path` during a `with` block; other processes of this host wait."""
     import fcntl
 
     with path.open("w") as file:

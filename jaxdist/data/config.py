@@ -470,7 +470,7 @@ _stored_about = functools.lru_cache(_about)  # settings are read often, and each
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """Return the `DataConfig` settings of a token folder, and its vocabulary size."""
+    """Return the `DataConfig` settings of a token folder, and its vocabulary size; else None."""
     about = about_tokens(source)
     if about is None:
         return None

@@ -258,7 +258,9 @@ def _fill_parts(
     folders = [work / key / f"{number:05d}" for number in range(len(parts))]
     complete = sum((folder / "corpus.json").exists() for folder in folders)
     if complete:
-        log.info("continuing to tokenize: %d of %d parts are done", complete, len(parts))
+        log.info(
+            "continuing to tokenize: %d of %d parts of the data are done", *(complete, len(parts))
+        )
     total = sum(map(total_bytes, parts))
     with Progress("tokenizing", total, "B") as progress:
         for part, folder in zip(parts, folders, strict=True):
@@ -351,7 +353,7 @@ def _write_index(
 
 
 def corpus_digest(dtype: np.dtype[Any], tokens: Any, ends: np.ndarray) -> Any:
-    """Return a digest of `tokens`, a digest of the tokens, and of ends uint64 [num_documents]."""
+    """Return a digest of all tokens (`tokens` is theirs) and of ends uint64 [num_documents]."""
     digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + tokens.digest())
     digest.update(ends.tobytes())
     return digest
@@ -500,5 +502,5 @@ def _map_part(shard: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def total_bytes(files: Iterable[DataFile]) -> int:
-    """Return the stored bytes of files."""
+    """Return the total stored size of files in bytes."""
     return sum(map(size_of, files))

@@ -212,7 +212,7 @@ def open_datasets(
     global_batch_size: int = 0,
     num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
-    """Open the sources as disjoint training and held-out data.
+    """Return the sources as disjoint training and held-out data; None = nothing is held out.
 
     `num_labels` is that of the model, whose score head reads rows of complete records.
     `global_batch_size` converts the steps of mixtures to samples. `seed` is passed to
@@ -424,8 +424,9 @@ def _warn_of_old_rules(
             old.append("may not learn the text of the template before an answer (<think>)")
         if old:
             log.warning(
-                "texts of %s %s, unlike the tokenizer's files specify, because they were tokenized "
-                "with data.text_format=%d. To change that, use a new run or token folder",
+                "the texts of source %s %s, unlike the tokenizer's files specify, because they "
+                "were tokenized with data.text_format=%d. To change that, use a new run or token "
+                "folder",
                 source, " and ".join(old), OLD_TEXT_FORMAT,
             )  # fmt: skip
 

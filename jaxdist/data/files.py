@@ -49,7 +49,7 @@ DataFile: TypeAlias = Path | StoredFile | HubFile
 
 
 def library_files() -> list[Path]:
-    """Return the `.py` files of Python's standard library, without tests and packages.
+    """Return the `.py` files of Python's standard library, without tests and installed packages.
 
     Ordered by a digest of their names, so that the held-out end is a random sample.
     """
@@ -151,7 +151,7 @@ def _stored_files(url: str) -> list[DataFile]:
 
 
 def size_of(path: DataFile) -> int:
-    """Return the stored bytes of a file."""
+    """Return the stored size of a file in bytes."""
     return path.stat().st_size if isinstance(path, Path) else path.num_bytes
 
 
@@ -202,7 +202,7 @@ class _Ranges(io.RawIOBase):
 
 @contextlib.contextmanager
 def read_errors(path: DataFile | str) -> Iterator[None]:
-    """Convert errors of reading a file to a one-line `ConfigError` with its name."""
+    """In this block, convert errors of reading a file to a one-line `ConfigError` with its name."""
     try:
         yield
     except OSError as error:

@@ -81,12 +81,12 @@ class HubFile:
         return range(*starts)
 
     def download_to(self, folder: Path) -> Path:
-        """Return its path in a folder, or in the cache of the hub if that has the file."""
+        """Download the file to a folder, unless it is in the hub's cache; return its path."""
         bar = _counting_bar(None)
         return hub.patiently(lambda: hub.fetch_file(self.repo, self.path, bar, folder))
 
     def download_range(self, start: int, length: int, local: Path) -> None:
-        """Write a range of bytes at the same place of an existing file."""
+        """Download a range of bytes and write it at the same offset of an existing file."""
 
         def fetch() -> None:
             with local.open("r+b") as file:

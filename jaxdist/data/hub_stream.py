@@ -306,7 +306,7 @@ class StreamOrder(Order):
         }
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
-        """Return rows of parts by their own samples; int64 [n] -> int64 [n]."""
+        """Return the row of each sample; samples count within these parts, int64 [n]."""
         if parts[0] not in self._streams:
             return super()._group_rows(parts, samples)
         return self._starts[parts[0]] + self._streams[parts[0]].examples(samples)
@@ -346,7 +346,7 @@ class _Buffers:
         return examples
 
     def _extend(self, first: int) -> None:
-        """Add the end of the next buffer; buffers from `first` on are in use."""
+        """Compute the end of the next buffer, in samples; buffers from `first` on are in use."""
         buffer = len(self._ends) - 1
         shards = self._shards(buffer)
         if self._ahead and min(self._part.counts[shard] for shard in shards) < 0:
@@ -364,7 +364,7 @@ class _Buffers:
         self._part.keep(dict.fromkeys(shards.tolist()))
 
     def _counts(self, shards: np.ndarray) -> np.ndarray:
-        """Return the examples of shards int64 [n], int64 [n]."""
+        """Return the number of examples of each shard, int64 [n]."""
         counts = [self._part.count(shard) // self._size for shard in shards.tolist()]
         return np.array(counts, np.int64)
 

@@ -71,7 +71,7 @@ class Images:
 
     @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """See `image_fields`."""
+        """Name -> (shape of one row, dtype) of the fields of image rows."""
         return image_fields()
 
     @property

@@ -238,8 +238,8 @@ def resume_position(
 ) -> Position:
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    The mixture may change from the position on. If the data before it changed: with `restarts`
-    begin at the first sample, else raise `ConfigError`.
+    The mixture may change from the position on. If the data before the position changed, begin at
+    the first sample with `restarts`, and raise `ConfigError` without.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -251,7 +251,10 @@ def resume_position(
     if not same_data and isinstance(dataset, Dataset) and "parts" in state["dataset"]:
         same_data = dataset.continues(state["dataset"], int(state["next_sample"]))
         if same_data and not changes:
-            log.info("new data mixture, at the earliest from sample %d", state["next_sample"])
+            log.info(
+                "data.mixture_weights changed: the new weights begin at sample %d or later",
+                state["next_sample"],
+            )
     if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
     # Keep the skipped samples unless the data changed; they apply even if the seed changed.

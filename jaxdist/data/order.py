@@ -71,7 +71,7 @@ class Order:
         return self._examples(examples) * self._size + offset
 
     def passes(self, num_samples: int) -> list[float]:
-        """Return how often each part is read by the first samples; 1.5 = one and a half times."""
+        """Return how often each part is read by the first `num_samples`; 1.5 = 1.5 passes."""
         examples = num_samples // self._size
         last = self._stages[int(np.searchsorted(self._firsts, examples, side="right")) - 1]
         counts = last.drawn_after(examples - last.first)
@@ -94,7 +94,7 @@ class Order:
         return _StageOrder(first, tuple(groups), mixture, drawn)
 
     def _examples(self, samples: np.ndarray) -> np.ndarray:
-        """Return the example of each sample number, a group of rows; int64 [n] -> int64 [n]."""
+        """Return the example (group of adjacent rows) of each sample; int64 [n] -> int64 [n]."""
         rows = np.empty_like(samples)
         stages = np.searchsorted(self._firsts, samples, side="right") - 1
         for number in np.unique(stages):
@@ -108,7 +108,10 @@ class Order:
         return rows
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
-        """Return rows of parts with a joint order by its own samples; int64 [n] -> int64 [n]."""
+        """Return the row of each sample of a group of parts that are shuffled jointly.
+
+        Samples count within the group: int64 [n] -> int64 [n].
+        """
         ends = np.cumsum(self._sizes[list(parts)])
         size, part = int(ends[-1]), parts[0] if len(parts) == 1 else 0
         epochs, offsets = np.divmod(samples, size)

@@ -48,7 +48,7 @@ class Part(Protocol):
 
 
 def cut(rows: Rows, spans: Spans | None) -> Rows:
-    """Return the positions of the spans of rows, name -> [n, seq, ...]; keep other arrays."""
+    """Select the positions in `spans` from arrays [n, seq, ...] by name; keep arrays [n]."""
     if spans is None:
         return rows
     part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
@@ -56,9 +56,9 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
 
 
 def gather_rows(numbers: np.ndarray, read: Callable[[int, np.ndarray], Rows]) -> Rows:
-    """Return rows that are spread over parts, in their order: name -> [n, ...].
+    """Return rows of several parts in the requested order: name -> [n, ...].
 
-    `numbers` int64 [n] are the parts. `read` returns those rows that a bool [n] selects.
+    `numbers` int64 [n] are the parts. `read` maps a part, and a mask bool [n] of its rows, to them.
     """
     out: Rows = {}
     for number in np.unique(numbers):
@@ -102,7 +102,7 @@ class Windows:
 
     @property
     def fields(self) -> Fields:
-        """See `text_fields`."""
+        """Name -> (shape of one row, dtype) of the fields of text rows."""
         return text_fields(self.seq_len, self.documents)
 
     @property
@@ -174,7 +174,7 @@ class Fitted:
 
     @property
     def fields(self) -> Fields:
-        """See `text_fields`."""
+        """Name -> (shape of one row, dtype) of the fields of text rows."""
         return text_fields(self.seq_len, True)
 
     @property
@@ -249,8 +249,8 @@ def fit_documents(
     """Place the documents of tokens [start, stop) one by one, as earlier versions did.
 
     The rule is that of `BestFitPlan`, but documents of equal length are in another order, and
-    documents without a token in the loss are dropped if they are not cut, too. Takes about 2 µs and
-    80 bytes per document.
+    uncut documents without a token in the loss are dropped, too. Takes about 2 µs and 80 bytes per
+    document.
     """
     first, last = corpus.ended_before([start + 1, stop + 1])
     inside = np.asarray(corpus.document_ends[first:last], np.int64)
@@ -318,7 +318,7 @@ def split_text(
     drop_long: bool = False,
     one_by_one: bool = False,
 ) -> tuple[Part, Part | None]:
-    """Split a corpus into training rows and held-out rows, its last fraction `held`.
+    """Return training rows, and held-out rows (the last fraction `held`) or None, of a corpus.
 
     `one_by_one` packs documents as earlier versions did, see `fit_documents`.
 

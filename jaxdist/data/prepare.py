@@ -53,7 +53,7 @@ def prepare(words: Sequence[str], tokenize: Callable[[list[str]], object]) -> No
 
 
 def _find(words: Sequence[str]) -> tuple[str, ShippedSet]:
-    """Return a data set by its own name or that of a config."""
+    """Return name and data set for the name of a data set, or of a config that uses it."""
     choices = f"Use one of {', '.join(SHIPPED_SETS)}, or the name of a shipped config."
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"jaxdist data prepare takes one name. {choices}")
@@ -78,7 +78,10 @@ def _next_line(shipped: ShippedSet) -> str:
 
 
 def _estimate(files: Sequence[DataFile], tokenizer: Tokenizer) -> str:
-    """Return size and time, by a trial of the tokenizer on the text of the standard library."""
+    """Return one line with the sizes and the time to tokenize.
+
+    The time is extrapolated from a trial on the text of Python's standard library.
+    """
     text = "".join(path.read_text("utf-8", "replace") for path in library_files()[:100])
     pieces = [text[at : at + 8192] for at in range(0, min(len(text), _TRIAL_BYTES), 8192)]
     begun = time.monotonic()
@@ -125,7 +128,7 @@ def _make_from_file(shipped: ShippedSet, out: Path) -> None:
 
 
 def _download(shipped: ShippedSet, part: Path) -> None:
-    """Download the file of a data set to `part`, from its end on if it has a beginning."""
+    """Download the file of a data set to `part`; continue an incomplete file at its end."""
     start = part.stat().st_size if part.exists() else 0
     if start >= shipped.num_bytes:
         return

@@ -32,9 +32,10 @@ def row_kind(records: RecordKind, num_labels: int) -> RowKind:
 
 
 def record_fields(seq_len: int, kind: RowKind, *, has_reference: bool = False) -> Fields:
-    """Return the fields of `RecordRows`; labels are `labels` [], and labeled rows add mismatched.
+    """Return the fields of `RecordRows`: name -> (shape, dtype).
 
-    `has_reference` adds the log-probabilities of a reference, [].
+    "labeled" and "classes" rows have a scalar `labels`. "labeled" rows also have the fields of a
+    mismatched completion. `has_reference` adds the log-probability by a reference model, a scalar.
     """
     fields = text_fields(seq_len, packed=False)
     if has_reference:
@@ -71,7 +72,7 @@ class RecordRows:
 
     @property
     def fields(self) -> Fields:
-        """See `record_fields`."""
+        """Name -> (shape of one row, dtype) of the fields of these rows."""
         return record_fields(self.seq_len, self.kind)
 
     @property
@@ -136,7 +137,7 @@ def split_records(
     num_labels: int,
     long_records: Literal["cut", "drop", "reject"],
 ) -> tuple[RecordRows, RecordRows | None]:
-    """Split a corpus into training rows and held-out rows, its last fraction `held`.
+    """Return training rows, and held-out rows (the last fraction `held`) or None, of a corpus.
 
     Records longer than a row are cut, dropped or rejected; cut records without a learned token are
     dropped. Chosen and rejected completions stay together.

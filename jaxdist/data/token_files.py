@@ -143,7 +143,8 @@ def open_token_files(files: Sequence[Path], source: str, encoder: Encoder) -> Co
         if not (folder / "corpus.json").exists():
             size = sum(size for _, size, _ in states)
             log.info(
-                "checking %s: %d files, %s, index in %s", source, len(files), in_bytes(size), folder
+                "checking the tokens of %s: %d files, %s; its index is cached in %s",
+                *(source, len(files), in_bytes(size), folder),
             )
             with read_errors(source), new_output(folder) as partial:
                 partial.mkdir()

@@ -67,7 +67,7 @@ class _ModelDefaults:
 
     @property
     def head_parts(self) -> list[str]:
-        """Parameters of the head that depend on what it predicts, if it has any of its own."""
+        """Names of the head's own parameters, e.g. for `reinit`; [] if it has none."""
         return []
 
     @property
@@ -209,7 +209,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @property
     def head_parts(self) -> list[str]:
-        """Return the kernel of scores, or of logits unless it is the embedding table."""
+        """Return the name of the kernel of scores or logits; [] if it is the embedding table."""
         return ["head/score"] if self.num_labels else ["head/kernel"] * (not self.tie_embeddings)
 
     @property

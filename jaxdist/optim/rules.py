@@ -83,7 +83,7 @@ def hidden_matrices(axes: Params) -> Params:
 
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
+    """Make AdamW (Loshchilov and Hutter, "Decoupled Weight Decay ...", 2019, algorithm 2)."""
     rule = optax.scale_by_adam(
         b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.rule_dtype
     )
@@ -95,13 +95,13 @@ def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
 
 
 def _sgd(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """SGD with momentum as in PyTorch: m = momentum * m + g; the update is m."""
+    """Make SGD with momentum as in PyTorch: m = momentum * m + g; the update is m."""
     rule = optax.trace(decay=config.momentum, accumulator_dtype=config.rule_dtype)
     return _stored(rule, config, axes, {"trace": Moment(config.momentum)})
 
 
 def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
+    """Make Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
     rule = optax.scale_by_lion(b1=config.beta1, b2=config.beta2, mu_dtype=config.rule_dtype)
     return _stored(rule, config, axes, {"mu": Moment(config.beta2, 1 - config.beta2)})
 
@@ -109,7 +109,7 @@ def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
 def _muon(
     config: OptimConfig, axes: Params, shardings: Params | None
 ) -> optax.GradientTransformation:
-    """Muon for hidden matrices, AdamW for embeddings, head, norms and biases."""
+    """Make Muon for hidden matrices, and AdamW for embeddings, head, norms and biases."""
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
     hidden = lambda tree: jax.tree.map(

@@ -50,7 +50,7 @@ class CompilerCheck:
 
     @property
     def compiled(self) -> CompiledStep | None:
-        """The compiled step, if there is one."""
+        """The compiled step; None if the step was not compiled."""
         return self.outcome if isinstance(self.outcome, CompiledStep) else None
 
 
@@ -132,7 +132,10 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
 def _check_candidates(
     candidates: list[Candidate], config: PlanConfig, *, mesh_is_fixed: bool
 ) -> tuple[Candidate, CompilerCheck | None]:
-    """Return the first candidate that fits when compiled, else the first one."""
+    """Return the first candidate that fits when compiled, else the first; and the result.
+
+    The result is None if `config.compile` is off. A failure to compile counts as a fit.
+    """
     if not config.compile:
         return candidates[0], None
     rejected: list[tuple[Candidate, CompiledStep]] = []
@@ -338,10 +341,11 @@ USUAL_DAYS = 90.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes for several GPU types: all that fit, and the best for each type.
+    """Numbers of GPUs for a run, for several GPU types: `tried` = all that fit, and the `best`.
 
-    `best` has, for each type, the smallest size within the limits, or without a deadline the
-    fastest.
+    `best` has the smallest size of each type that meets the deadline, or `USUAL_DAYS` without one,
+    cheapest first. If no type meets `USUAL_DAYS`, it has the fastest size of each type. Sizes above
+    the budget are left out.
     """
 
     best: tuple[Size, ...]
@@ -351,7 +355,7 @@ class Sizes:
 def right_sizes(
     config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> Sizes:
-    """Return, for each type, the smallest doubled size that meets the deadline or `USUAL_DAYS`."""
+    """Try 1, 2, 4, ... GPUs of each type in `catalog`; return the sizes (see `Sizes`)."""
     limits = config.limits
     within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
     best: list[Size] = []
@@ -373,7 +377,7 @@ def right_sizes(
 
 
 def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
-    """Return the cheapest size within the deadline and the fastest within the budget."""
+    """Return the cheapest size within the deadline, and the fastest within the budget, or None."""
     in_time = [size for size in sizes.tried if not limits.late(size.cost)]
     affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
     return (

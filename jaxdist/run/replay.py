@@ -53,15 +53,15 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         again = [_once(parts, state, batch) for _ in range(_TIMES)]
         later = (_once(parts, state, batch) for batch in loader)
         following = next(filter(None, later)) if anomaly is not None else None
-    log.info("step plan %s", parts.plan.digest)
+    log.info("digest of the step plan %s", parts.plan.digest)
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
-    log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))
-    log.info("recorded: %s", _text(recorded))
+    log.info("rows of step %d in the data: %s", step, ", ".join(map(str, rows)))
+    log.info("loss and gradient norm that the run recorded: %s", _text(recorded))
     for values in again:
-        log.info("replayed: %s%s", _text(values), " (the same bits)" * same(values))
+        log.info("replayed step: %s%s", _text(values), " (the same bits)" * same(values))
     if following is not None:
-        log.info("replayed with the next batch instead: %s", _text(following))
+        log.info("the same step with the next batch instead of its own: %s", _text(following))
     log.info("verdict: %s", verdict(is_bad, again, following))
     return 0
 

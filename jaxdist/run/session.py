@@ -199,7 +199,7 @@ class Session:
         )
 
     def start_steps(self) -> None:
-        """Prepare the first step of this start, or after a rollback."""
+        """Prepare guards and profiler for the first step of this start, or after a rollback."""
         self.forward_events()
         self.watchdog.enter("compile", self.step)
         self._checked_step = self.step + FIRST_STEPS
@@ -270,7 +270,7 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Exclude the block from the measured step time and from the hang limit of a step."""
+        """Exclude a `with` block from the measured step time and from the hang limit of a step."""
         with self.timer.paused(), self.watchdog.phase(name):
             yield
 
@@ -469,7 +469,7 @@ class Session:
 
 
 class CompileTimes:
-    """Compile time of a program, by its settings, mesh and devices."""
+    """Time of the last compilation of a train step, stored for each settings, mesh and device."""
 
     def __init__(self, parts: Parts):
         config, device = parts.config, parts.devices[0]

@@ -159,9 +159,10 @@ class Parts:
         return {"mesh": str(self.spec), "device": device, "policy": self.remat}
 
     def as_compiled(self, run: RunDirectory) -> Parts:
-        """Return the parts with the remat policy of the newest start of a run, if it is for them.
+        """Return the parts with the remat policy with which the newest start of a run compiled.
 
-        It is not the policy of the estimates if the compiled step needed more memory than these.
+        It may save less than the estimated policy, if that one did not fit. Return the parts
+        unchanged if mesh or device kind differ, or if the settings name a policy.
         """
         record = next(iter(run.starts()), {}).get("remat") or {}
         is_same = {**record, "policy": self.remat} == self.compiled and self.remat is not None
@@ -259,10 +260,11 @@ class Parts:
         for name in set(stored) - set(copies):
             setting = GROUPS[name].setting
             log.info(
-                "%s of checkpoint %d not loaded: this run does not set %s", name, step, setting
+                "the %s weights of checkpoint %d are not loaded: this run does not set %s",
+                *(name, step, setting),
             )
         for name in [name for name in copies if name not in stored]:
-            log.info("checkpoint %d has no %s: initializing it from the weights", step, name)
+            log.info("checkpoint %d has no %s weights: copying the model's weights", step, name)
             start = functools.partial(GROUPS[name].start, axes=self.model.axes)
             make = jax.jit(start, out_shardings=_shardings(target.copies[name]))
             copies[name] = make(state.params)
@@ -489,7 +491,10 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
-    """Return the parts, and their budget, with every decision about steps of `fields`."""
+    """Return parts and memory budget with kernel and remat policy chosen for rows of `fields`.
+
+    The budget is None without a GPU.
+    """
     parts = compare_kernel(parts, fields)  # first, because the choice of remat "auto" depends on it
     if budget is None:
         return parts, None

@@ -136,7 +136,7 @@ def restore_or_init(
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
-            log.info("weights from %s", config.init_from)
+            log.info("initial weights from %s", config.init_from)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
             try:
@@ -362,7 +362,7 @@ def _precision(parts: Parts) -> str:
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Return positions in documents, int32 [num_rows, seq_len], if rows are packed and cp > 1."""
+    """Return positions in documents, int32 [num_rows, seq_len]; None unless packed and cp > 1."""
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     if data.streams:

@@ -123,7 +123,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
         folder.mkdir(parents=True, exist_ok=True)
     if reason := _unsafe(folder):
         log.warning(
-            "compile cache %s %s: programs are compiled again at each start. "
+            "compile cache %s %s and is not used: programs are compiled again at each start. "
             "Set JAXDIST_CACHE to another folder, or to off.",
             folder,
             reason,

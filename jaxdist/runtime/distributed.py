@@ -210,7 +210,10 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
-    """Make only its own MIG slice visible, because CUDA enumerates only the first of a list."""
+    """Make only this process's MIG slice visible; return the adapted plan.
+
+    CUDA enumerates only the first slice of a list.
+    """
     visible = listed_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
@@ -242,7 +245,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob
     devices: list[DeviceRow] = []
 
     def compare(everyone: list[dict[str, Any]]) -> list[list[Any]]:
-        """Return [host, number of processes in a row on it] in the order of the processes."""
+        """Check all devices; return [host, number of consecutive processes on it] in order."""
         _check_devices(everyone)
         for process, reply in enumerate(everyone):
             devices.extend(DeviceRow(process=process, **row) for row in reply["rows"])

@@ -125,7 +125,10 @@ def list_files(name: str) -> dict[str, tuple[int, str]]:
 
 @functools.cache
 def check_access(name: str, path: str) -> None:
-    """Raise `ConfigError` if the hub refuses a file of a data set; other errors come later."""
+    """Raise `ConfigError` if the hub refuses a file of a data set.
+
+    Other errors are ignored here, because the download reports them.
+    """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
     from huggingface_hub import try_to_load_from_cache as cached
 

@@ -97,7 +97,10 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str, after_s: float | None = None) -> Iterator[None]:
-    """Report a wait of unknown length after `after_s` (`SHORT_S`), then every half minute."""
+    """Log during a `with` block that it waits for `what`.
+
+    The first line comes after `after_s` seconds (default `SHORT_S`), then one every half minute.
+    """
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:

@@ -95,7 +95,8 @@ class Removed:
     Attributes:
         value: the fixed value; None = every value is accepted.
         changes_results: a run with another value computed something else.
-        item_of: a list that contains the last part of the name if the value is true; "" = none.
+        item_of: name of a list setting; a true value adds the last part of the removed setting's
+            name to it. "" = none.
     """
 
     value: Any

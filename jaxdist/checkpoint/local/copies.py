@@ -122,7 +122,7 @@ class Survivable:
 def survivable(
     held: Mapping[str, Collection[FailureDomain]], domains: Sequence[FailureDomain]
 ) -> Survivable:
-    """Return the losses that every set of shards survives; `held` is returned by `holders`."""
+    """Return which host losses leave a copy of every set of shards; `held` is that of `holders`."""
     sets = {frozenset(hosts) for hosts in held.values()}
     by_least: dict[FailureDomain, list[frozenset[FailureDomain]]] = {}
     for one in sets:
@@ -143,7 +143,10 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return the shifts of the ring of hosts, fewest hosts copying within their rack first."""
+    """Return all distances along the ring from a host to the host that keeps its copies.
+
+    The distance with the fewest copies inside the own rack comes first.
+    """
     count = len(hosts)
     # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring
     # size - (count - shift).

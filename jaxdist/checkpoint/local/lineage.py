@@ -24,11 +24,11 @@ class Lineage:
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation."""
+        """Number of the newest generation (a start or a rollback), counted from 0."""
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Return whether a save is still valid."""
+        """Return whether a save is valid: no later generation resumed from an earlier step."""
         exists = 0 <= generation <= self.generation
         return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 

@@ -41,7 +41,7 @@ class LocalStore:
         self.root = root
 
     def held(self) -> list[Save]:
-        """Return the saves with valid manifest and file sizes; contents are not read."""
+        """Return this host's saves with valid manifest and file sizes; contents are not read."""
         return [save for save in self._all() if not self._lacks(save)]
 
     def write(self, save: Save, files: Iterable[tuple[str, Any]], document: str) -> int:

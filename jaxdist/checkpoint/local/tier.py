@@ -125,7 +125,10 @@ class LocalTier:
         try:
             self._group.decide(lambda: lineage.write(self._directory, current))
         except Exception as error:  # the next save fails for the same reason and is counted
-            self._events.log(f"local saves cannot begin: {one_line(error)}")
+            self._events.log(
+                "no local saves yet: the step from which this run resumed could not be recorded "
+                f"in the checkpoint directory: {one_line(error)}"
+            )
             return
         self._lineage, self._has_begun = current, True
         self._store.forget(current)
@@ -237,7 +240,10 @@ class LocalTier:
             try:
                 self._fetch(save, peer)
             except (OSError, CheckpointError) as error:  # the next save retries it
-                self._events.log(f"cannot copy a peer's local save {save.step}: {one_line(error)}")
+                self._events.log(
+                    f"this host lost its copy of {peer.host}'s local save {save.step} and could "
+                    f"not copy it again: {one_line(error)}"
+                )
 
     @contextlib.contextmanager
     def _capture_error(self, outcome: Outcome) -> Iterator[None]:
@@ -254,7 +260,7 @@ class LocalTier:
             raise CheckpointError(errors[0])
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> Assignment:
-        """Return this process's part; process 0 assigns the parts at the first call."""
+        """Return what this process writes and copies; process 0 assigns it at the first call."""
         if self._part is None:
             own = digest_of(leaves)
             self._shards = self._group.collect(own)
@@ -298,7 +304,7 @@ class LocalTier:
             generation, step, reason, peer, is_first = self._group.scatter(choose)
             if peer is None:
                 if reason:
-                    self._events.log(f"{reason}: resuming from the run directory")
+                    self._events.log(f"resuming from the run directory, not local disks: {reason}")
                 return None
             save, source = Save(generation, step, needs), Peer(*peer)
             # If several processes share a disk and need the same shards, only one fetches.
@@ -314,7 +320,7 @@ class LocalTier:
                     broken.add(Save(generation, step, of))
                 self._events.event("local_save_damaged", step=step, process=process, reason=problem)
                 where = f"process {process} on {host}"
-                self._events.log(f"local save {step} of {where} cannot be loaded: {problem}")
+                self._events.log(f"local save {step}: shards of {where} are damaged: {problem}")
             if not failed:
                 self._chosen = save
                 return int(step)
@@ -350,7 +356,11 @@ class LocalTier:
         return dict(self._store.document(self._chosen)["arrays"])
 
     def _choose_sources(self, replies: list[Any], at_least: int) -> list[list[Any]]:
-        """Return, by process: generation, step, reason for none, source, whether to fetch."""
+        """Return for each process: generation and step of the chosen save; source; fetch or not.
+
+        The reason comes third: why no save can be loaded, or "". The source is the process (`Peer`)
+        that has the shards, or None without a save.
+        """
         generation, step, sources, reason = newest(replies, at_least)
         if not sources:
             return [[generation, step, reason, None, False] for _ in replies]

@@ -127,7 +127,7 @@ _attend_packed.defvjp(_packed_forward, _packed_backward)
 
 
 def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> tuple[Q, Lse]:
-    """Attend within each document; not differentiable. The log-sum-exp is float32."""
+    """Return the attention within each document and its float32 log-sum-exp; no gradient."""
     documents = Documents.of(segments)
 
     def attend(call: Array, own: Sequences) -> tuple[Array, Array]:
@@ -183,7 +183,7 @@ def forward(
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Q, Stats]:
-    """Call the kernel once; not differentiable.
+    """Call the kernel once; return its output and log-sum-exp. Not differentiable.
 
     `sequences` are those of the queries and of the keys. Both have the same number of sequences per
     row, more than one.

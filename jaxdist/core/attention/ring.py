@@ -50,7 +50,7 @@ class Ring(NamedTuple):
         return collectives.group_index(CONTEXT.name) // self.inner
 
     def send(self, tree: Any, groups: int = 1) -> Any:
-        """Send every leaf to the same device of a later group on the ring."""
+        """Send every leaf to the device with the same index in the group `groups` hops later."""
         move = collectives.permute_in_pairs if self.paired else collectives.permute
         return jax.tree.map(lambda x: move(x, CONTEXT.name, groups * self.inner), tree)
 

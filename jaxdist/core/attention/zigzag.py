@@ -135,7 +135,7 @@ def scatter_to_positions(
 
 
 def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Q, Lse]:
-    """Attend to the keys of the same chunks as the queries."""
+    """Return output and log-sum-exp of attention to the keys of the same chunks as the queries."""
     if keys.segments is not None:
         return cudnn.forward_packed(queries.query, keys.key, keys.value, keys.segments, rule)
     out, stats = cudnn.forward(queries.query, keys.key, keys.value, rule)
@@ -153,7 +153,7 @@ def within_backward(queries: Queries, keys: Keys, total: GlobalAttention, rule: 
 
 
 def across(queries: Queries, keys: Keys) -> tuple[Q, Lse]:
-    """Attend to all keys of chunks that precede the queries."""
+    """Return output and log-sum-exp of attention to all keys of chunks before the queries."""
     inputs = (queries.query, keys.key, keys.value)
     if queries.segments is None or keys.segments is None:
         out, stats = cudnn.forward(*inputs, _ALL)

@@ -70,7 +70,8 @@ class Blocks(NamedTuple):
 def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
     """Round blocks of 32 elements to E4M3 with one scale each; `summed` is padded with zeros.
 
-    The largest magnitude of each block is in (224, 448]. A block with a NaN or Inf becomes NaN.
+    Divided by its scale, the largest magnitude of a block is in (224, 448]. A block with a NaN or
+    Inf becomes NaN.
     """
     blocks = _cut(x, BLOCK["mxfp8"])
     scales = scale_of(jnp.max(jnp.abs(blocks), axis=-1), E4M3)

@@ -43,7 +43,7 @@ def varying_axes(tree: Any) -> set[str]:
 
 @contextlib.contextmanager
 def explain_types(model: Model, axes: Sequence[str]) -> Iterator[None]:
-    """Convert jax's errors about values that vary over a mesh axis to `ConfigError`s."""
+    """In this block, convert jax's errors about values that vary over an axis to `ConfigError`s."""
     try:
         yield
     except ConfigError:
@@ -104,7 +104,7 @@ def _is_users(file: str) -> bool:
 
 
 def definition_of(model: Model) -> str:
-    """Return the names of a model's head and objective, with their ` at file:line`."""
+    """Return "Model.head at FILE:LINE or the objective at FILE:LINE", for an error message."""
     return f"Model.head{definition(model.head)} or the objective{definition(model.objective)}"
 
 

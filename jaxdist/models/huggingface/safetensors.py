@@ -213,7 +213,8 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     files = sorted(set(file_of.values())) if file_of else single
     if unread := [name for name in [*present, *others] if name not in files]:
         log.info(
-            "%s: ignored files that are not part of the model: %s", directory, ", ".join(unread)
+            "weights in %s: read only %s, not the other files with weights: %s",
+            *(directory, "the files in its index" if file_of else SINGLE, ", ".join(unread)),
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:

@@ -259,9 +259,10 @@ class Interpreter:
 
     @contextlib.contextmanager
     def _as_first_round(self) -> Iterator[None]:
-        """Record only omitted sums and gathers, during the first iteration of a loop.
+        """Drop other alarms than omitted sums and missing gathers while this context is active.
 
-        Later iterations may change an EQUAL carry, such as a zero-initialized total; splits remain.
+        It is for the first iteration of a loop: later iterations may change an EQUAL carry, such as
+        a zero-initialized total; splits remain.
         """
         before, self._first_round = self._first_round, True
         yield

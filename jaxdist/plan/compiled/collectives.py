@@ -176,7 +176,10 @@ def _computation(
 
 
 def trips_of(instruction: HloInstruction) -> int:
-    """Return the number of iterations of a loop; 0 for the rounds that only unequal loads need."""
+    """Return the number of iterations of a loop.
+
+    It is 0 for the loop of further expert exchanges, which runs only if loads are unequal.
+    """
     if f"/{ROUNDS}/" in instruction.op_name:
         return 0
     match = _TRIPS.search(instruction.attributes)

@@ -111,7 +111,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate that fits."""
+        """The fastest candidate that fits; None if none fits."""
         return self.choices[0] if self.choices and self.choices[0].fits else None
 
 
@@ -225,9 +225,10 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 
 
 def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
-    """Return the best variant on a mesh, and the number of variants compared.
+    """Return the best settings on a mesh, and the number of variants compared.
 
-    A variant has the first microbatch count that fits, else that with least memory.
+    The best are the fastest that fit, else those with least memory; None if no variant is legal.
+    Each variant has the smallest microbatch count that fits, else that with least memory.
     """
     limit = usable_bytes(job)
     best: Candidate | None = None

@@ -56,12 +56,15 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over the window for the job; None before the first step."""
+        """Median tokens (or images) per second of the job over the last `window_steps` steps.
+
+        None before the first step.
+        """
         return _median(self._rates[-self._window_steps :])
 
     @property
     def step_time_s(self) -> float | None:
-        """Median over the window."""
+        """Median seconds per step over the last `window_steps` steps; None before the first."""
         return _median(self._times[-self._window_steps :])
 
     @property

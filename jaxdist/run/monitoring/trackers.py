@@ -281,7 +281,7 @@ class TensorBoard:
             self._mirror = mirror(Path(folder) / name, self._path / name)
 
     def _safely(self, write: Callable[[], Any]) -> None:
-        """Ignore a full disk: metrics.jsonl has the points that are missing here."""
+        """Call `write`; log only its first OSError: metrics.jsonl has the missing points."""
         try:
             write()
         except OSError as failure:

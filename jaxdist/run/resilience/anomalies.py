@@ -131,7 +131,10 @@ class LossGuard:
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Check the metrics of a step; append an anomaly, with the batch, to anomalies.jsonl."""
+        """Check the metrics of a step; return its anomaly, or None if the loss is normal.
+
+        An anomaly is appended to anomalies.jsonl with the rows of its batch.
+        """
         reason = skip_reason(values)
         if reason == "no_labels":
             return None

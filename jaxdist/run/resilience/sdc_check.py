@@ -151,7 +151,10 @@ class SdcCheck:
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
-        """Compare hashes, uint32 [num_devices in mesh order, num_arrays]."""
+        """Return the replicas whose hashes differ, or None; uint32 [num_devices, num_arrays].
+
+        Devices are in mesh order.
+        """
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):

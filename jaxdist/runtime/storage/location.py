@@ -21,7 +21,7 @@ from jaxdist.settings.declare import ConfigError
 
 @contextlib.contextmanager
 def panics_as(problem: str, *also: type[Exception]) -> Iterator[None]:
-    """Raise `ConfigError` for a panic, or for an error of the types `also`.
+    """In this block, convert a panic, or an error of the types `also`, to a `ConfigError`.
 
     `{}` in `problem` is replaced by the error's first line. A panic derives from `BaseException`.
     """
@@ -101,11 +101,11 @@ class Location(os.PathLike[str]):
         return sorted(name for name in paths if not name.endswith(_UNFINISHED))
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file below, by its relative path."""
+        """Return relative path -> size in bytes of every file below."""
         return {name: (self / name).size() for name in self.files()}
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return bytes and tag of every file below; if this is a file, its path is "".
+        """Return relative path -> (bytes, tag) of every file below; "" -> its own for a file.
 
         A tag changes with the content; file systems have no tags, so it is "".
         """
@@ -129,7 +129,7 @@ class Location(os.PathLike[str]):
             return False
 
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         return os.stat(self.path).st_size
 
     def version(self) -> int:
@@ -140,7 +140,7 @@ class Location(os.PathLike[str]):
             return 0
 
     def free_bytes(self) -> int:
-        """Return the free bytes for new files of this user."""
+        """Return the free space for new files of this user, in bytes."""
         return shutil.disk_usage(self.path).free
 
     def read(self) -> bytes:

@@ -120,7 +120,7 @@ def _upload_timeout_s(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """Convert errors of `obstore` to a one-line `OSError`, and its panics to `ConfigError`."""
+    """In this block, convert errors of `obstore` to `OSError`, its panics to `ConfigError`."""
     import obstore
 
     problem = (
@@ -209,7 +209,7 @@ class ObjectLocation(Location):
         return sorted(self.sizes())
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file below, by its relative path."""
+        """Return relative path -> size in bytes of every file below."""
         sizes: dict[str, int] = {}
         for meta in self._below():
             name = part_of(meta["path"].removeprefix(self._key).lstrip("/"))[0]
@@ -217,7 +217,7 @@ class ObjectLocation(Location):
         return sizes
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return bytes and ETag of every file below, or of this object with the path ""."""
+        """Return relative path -> (bytes, ETag) of every file below; "" -> that of this object."""
         tags: dict[str, tuple[int, str]] = {}
         for meta in self._below():
             name, is_part = part_of(meta["path"].removeprefix(self._key).lstrip("/"))
@@ -245,7 +245,7 @@ class ObjectLocation(Location):
         return bool(self._repeat(lambda: next(iter(listing()), None)))
 
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         try:
             return self._head()["size"]
         except FileNotFoundError:

@@ -201,7 +201,7 @@ def _upload_all() -> None:
             one._failure = failure
         except Exception as failure:  # the thread must survive for other files
             if not _failed:
-                logger.exception("a growing file was not uploaded; retrying")
+                logger.exception("the newest lines of a file were not uploaded; retrying")
             _failed.append(failure)
 
 

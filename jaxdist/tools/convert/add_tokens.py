@@ -30,7 +30,7 @@ _SLAB_ROWS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Source, destination and tokens."""
+    """Settings of `convert add-tokens`: source, destination and tokens."""
 
     src: str = setting(
         "", "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub", required=True

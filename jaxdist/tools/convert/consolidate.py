@@ -20,7 +20,7 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_local_dire
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checkpoint, part and form of the output."""
+    """Settings of `convert consolidate`: checkpoint, arrays to write and form of the output."""
 
     src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     out: str = setting("", "new directory for model*.safetensors", required=True)

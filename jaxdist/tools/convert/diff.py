@@ -18,7 +18,7 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The two checkpoints to compare."""
+    """Settings of `convert diff`: the two checkpoints to compare, and the form of the output."""
 
     a: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     b: str = setting("", "checkpoint B to compare A with, in one of these forms", required=True)

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Source and destination."""
+    """Settings of `convert from-hf`: source and destination."""
 
     src: str = setting(
         "",

@@ -25,7 +25,7 @@ from jaxdist.tools.convert.from_hf import settings_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Source and destination."""
+    """Settings of `convert from-peft`: adapters, their base model and the destination."""
 
     src: str = setting("", "directory with adapter_config.json", required=True)
     out: str = setting("", "new run directory", required=True)

@@ -22,7 +22,7 @@ _WIDEST = 60
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checkpoint and extent of the output."""
+    """Settings of `convert inspect`: checkpoint and extent of the output."""
 
     path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")

@@ -33,7 +33,7 @@ from jaxdist.tools.convert.checkpoint_paths import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(WeightsToConvert):
-    """Source, destination and dtype of the merged weights."""
+    """Settings of `convert merge`: source, destination and dtype of the merged weights."""
 
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype of the merged weights; bfloat16 rounds base plus adapters"
@@ -41,7 +41,7 @@ class Config(WeightsToConvert):
 
 
 def run(config: Config) -> int:
-    """Merge adapters into weights; print a summary and the next command."""
+    """Write a run with the adapters merged into the weights; print a summary, the next command."""
     from jaxdist.run.trained_run import open_run
 
     out, checkpoint = new_run_directory(config.out), checkpoint_of(config.src, config.step)

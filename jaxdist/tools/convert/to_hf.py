@@ -44,7 +44,7 @@ _SLAB_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Export):
-    """Weights and form of the output."""
+    """Settings of `convert to-hf`: weights and form of the output."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of the weights; stored = unchanged"
@@ -53,7 +53,7 @@ class Config(Export):
 
 
 def run(config: Config) -> int:
-    """Convert; print a summary."""
+    """Write a run's weights as a Hugging Face model directory; print a summary."""
     hub.open_for_push(config.push)
     print(export(config))
     if config.push:
@@ -62,7 +62,7 @@ def run(config: Config) -> int:
 
 
 def export(config: Config) -> str:
-    """Write the directory; return a summary line."""
+    """Write the Hugging Face model directory; return a summary line."""
     out = Path(new_local_directory(config.out))
     checkpoint = checkpoint_of(config.src, config.step)
     stored = StoredArrays(checkpoint)

@@ -35,7 +35,7 @@ from jaxdist.tools.convert.to_hf import write_tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Export):
-    """Adapters and form of the output."""
+    """Settings of `convert to-peft`: adapters and form of the output."""
 
     base: str = setting(
         "", "name of the base model in adapter_config.json; empty = init_from of the run"
@@ -44,7 +44,7 @@ class Config(Export):
 
 
 def run(config: Config) -> int:
-    """Convert; print a summary."""
+    """Write a run's adapters as a PEFT directory; print a summary."""
     hub.open_for_push(config.push)
     print(export(config))
     if config.push:
@@ -53,7 +53,7 @@ def run(config: Config) -> int:
 
 
 def export(config: Config) -> str:
-    """Write the directory; return a summary line."""
+    """Write the PEFT directory; return a summary line."""
     out = Path(new_local_directory(config.out))
     checkpoint = checkpoint_of(config.src, config.step)
     stored = StoredArrays(checkpoint)

@@ -16,7 +16,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checkpoints and extent of the check."""
+    """Settings of `convert verify`: checkpoints and extent of the check."""
 
     path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     arrays: bool = setting(

@@ -275,7 +275,7 @@ def check_axis(
         results.append(
             warning(
                 check,
-                f"{rate(typical)}; the links of {device_kind} carry {rate(link)}",
+                f"all-reduces reach {rate(typical)}; the links of {device_kind} carry {rate(link)}",
                 "check NCCL's choices with NCCL_DEBUG=INFO: it should use peer access, NVLink, "
                 "InfiniBand and GPUDirect",
             )
@@ -289,7 +289,7 @@ def _slow_groups(check: str, speeds: Mapping[str, float], typical: float) -> lis
     return [
         warning(
             check,
-            f"{name}: {rate(speed)}; other groups have {rate(typical)}",
+            f"{name}: all-reduces reach {rate(speed)}, those of other groups {rate(typical)}",
             "every step waits for them: check their links (nvidia-smi nvlink --status, ibstat), or "
             "leave them out",
         )

@@ -80,7 +80,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
     if now and most and now < most:
         yield warning(
             "GPUs",
-            f"{name} has {now:.0f} of {most:.0f} PCIe lanes",
+            f"{name} uses only {now:.0f} of {most:.0f} PCIe lanes",
             "reseat the card; its copies to and from the host are slower",
         )
     degrees = _number(row["temperature.gpu"])

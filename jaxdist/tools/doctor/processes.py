@@ -165,7 +165,7 @@ def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
     if sure > _LONG_SKEW_S:
         return error("clocks", text + ": storage may reject requests", fix, skew_s=skew)
     if sure > _SKEW_S:
-        return warning("clocks", text + ": the logs do not line up", fix, skew_s=skew)
+        return warning("clocks", text + ": times in logs are not comparable", fix, skew_s=skew)
     return ok("clocks", text, skew_s=skew)
 
 
@@ -184,7 +184,7 @@ class Token:
 
     @property
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the content to write, by which a reader recognizes a complete file."""
         return f"{self.nonce} {self.process}\n"
 
     def write(self) -> str:

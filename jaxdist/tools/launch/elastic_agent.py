@@ -350,7 +350,7 @@ class ElasticAgent(Agent):
             first = min(member.rank for member in members if state_of(member) == "running")
             if self._stop_reaches_all and first != self.rendezvous.own.rank:
                 return
-            self._log(f"{current.stop}: saving before the next round")
+            self._log(f"stopping the processes, which save before the next round: {current.stop}")
         elif self._stop_reaches_all or not any(
             hosts[member.rank].state in ("leaving", "saved") for member in members
         ):

@@ -165,13 +165,13 @@ class Forked:
         self._server = server
 
     def poll(self) -> int | None:
-        """See `Process.poll`."""
+        """Return the exit code (minus the number of a signal that killed it), or None."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid)
         return self.returncode
 
     def wait(self) -> int:
-        """See `Process.wait`."""
+        """Wait for the end and return the exit code."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, None)
         assert self.returncode is not None  # the fork has ended

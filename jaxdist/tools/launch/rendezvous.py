@@ -156,7 +156,7 @@ class Rendezvous:
         self._contents: dict[Location, tuple[bytes | None, bytes]] = {}
 
     def claim_rank(self) -> Host | None:
-        """Start the heartbeats, or return another live launcher with this rank."""
+        """Start the heartbeats; if another live launcher has this rank, return it instead."""
         self._made = self.folder.missing()
         self.folder.make_directory()
         own = self.folder / f"host-{self.own.rank}.json"
@@ -238,7 +238,7 @@ class Rendezvous:
         return self._hosts()
 
     def leader(self) -> int | None:
-        """Return the lowest rank of a live host that takes part or waits for it."""
+        """Return the lowest rank of a live host that is in the job or waits for it, or None."""
         ready = [h for h in self._hosts().values() if h.state in ("waiting", "running")]
         return min((h.rank for h in ready if self.is_alive(h)), default=None)
 
@@ -290,7 +290,7 @@ class Rendezvous:
         return self.clock() if host.uuid == self.own.uuid else self._observed[host.rank].read_at
 
     def read_round(self) -> Round | None:
-        """Return the last round, possibly of an earlier launch."""
+        """Return the last round, possibly of an earlier launch; None without one."""
         record = _read_json(self.folder / "round.json")
         try:
             if self._round is None or self._round.id != record["id"]:

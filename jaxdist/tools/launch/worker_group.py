@@ -54,7 +54,8 @@ class Worker:
     """One process in its own session; its output goes to a log file and to the console.
 
     `ended_at` is the time of the end (`time.monotonic`); 0 while it runs. `quiet`: log file only.
-    `service_lines`: message of jax's coordination service if it ended this process after another.
+    `service_lines`: message of jax's coordination service if it ended this process because another
+    one was lost.
     """
 
     def __init__(

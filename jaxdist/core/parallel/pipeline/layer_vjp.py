@@ -137,7 +137,7 @@ def _outputs(equations: Iterable[Any]) -> set[Any]:
 def _needed(
     equations: Sequence[Any], required: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """Return the equations that compute the required variables, starting after `stop` variables."""
+    """Return the equations that compute the required variables from those that `stop` accepts."""
     open_vars = {var for var in required if isinstance(var, core.Var) and not stop(var)}
     equations_needed = []
     for equation in reversed(equations):

@@ -46,7 +46,7 @@ class Layers(NamedTuple):
     least: int
 
     def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
-        """Return the weights [...] of the layer at int32 [] `slot`, and its constants."""
+        """Return the weights [...] of the layer at int32 [] `slot`, and its other inputs."""
 
         def leaf(x: Array) -> Array:
             start = (self.virtual, slot, *([0] * (x.ndim - 2)))

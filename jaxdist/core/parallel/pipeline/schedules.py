@@ -123,7 +123,7 @@ def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
 def _from_cells(
     name: str, p: int, m: int, v: int, cells: Iterable[_Cell], times: Iterable[int] = ()
 ) -> Schedule:
-    """Order the cells by time; other times take no tick, except those in `times`."""
+    """Return the schedule with one tick for each time of a cell, and idle ticks at `times`."""
     ticks: dict[int, list[Action | None]] = {time: [None] * p for time in times}
     for time, stage, action in cells:
         ticks.setdefault(time, [None] * p)[stage] = action

@@ -13,10 +13,10 @@ from jaxdist.runtime.formatting.numbers import percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of each action of one virtual stage, in units of a forward; without recomputation.
+    """Time of a forward and of a backward of one virtual stage; the defaults assume no remat.
 
     `depths` is the number of layers of each virtual stage, in the order of the model, if they
-    differ. The deepest ones take the time of an action.
+    differ. The times are those of the deepest virtual stages; others take proportionally less.
     """
 
     forward: float = 1.0
@@ -86,10 +86,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 
 
 def branch_shares(schedule: Schedule) -> dict[str, float]:
-    """Return how often a stage takes a branch, relative to the ticks that contain the branch.
+    """Return for each branch of the program the share of its ticks in which a stage takes it.
 
-    The keys are `jax.named_scope`s without "pipeline_": `backward` of a stage, `head` on the last
-    one, `embed` and `embed_gradient` on the first. Forwards have no branch.
+    The keys are `jax.named_scope`s without "pipeline_": `backward` on every stage, `head` on the
+    last one, `embed` and `embed_gradient` on the first. Forwards have no branch.
     """
     ticks = Counter(kind for loop in plan_loops(schedule) for kind in loop.kinds * len(loop.rounds))
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
