@@ -400,8 +400,8 @@ def _first(errors: Sequence[str]) -> str:
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Return the steps that no rule keeps, in increasing order.
 
-    The newest `max_to_keep` are always kept. A halfway save does not count toward `max_to_keep`; it
-    is kept only while it is the newest checkpoint.
+    The newest `max_to_keep` are always kept. A halfway save does not count toward `max_to_keep`:
+    unless another rule keeps it, it is kept only while it is the newest checkpoint.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])

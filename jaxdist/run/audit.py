@@ -69,7 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the traced train step; `fields` describes its rows (None = a data reader's rows)."""
+    """Audit the traced train step; `fields` describes its rows (None = those of the settings)."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.step_state(), parts.abstract_batch(fields), math.inf)
@@ -91,7 +91,10 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
 
 
 def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit a run's step before it is compiled; see `audit_parts`."""
+    """Return the audit of a run's step; raise `ConfigError` if it has violations.
+
+    It is made before the step is compiled; see `audit_parts`.
+    """
     audit = audit_parts(parts, fields)
     if not audit.is_clean:
         raise ConfigError(
@@ -107,8 +110,8 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
     """Compare one step of a small copy of the run on its mesh with one device.
 
-    Return the mesh if both are equal; "" if nothing was compared, with a log line. `make_model`,
-    seq_len -> model, replaces the model of the settings.
+    Return the mesh if both are equal; "" if nothing was compared, with a log line. Raise
+    `ConfigError` if they differ. `make_model`, seq_len -> model, replaces that of the settings.
     """
     config, data = _on(parts.config, parts.spec), parts.config.data
     text = text_fields(parts.config.train.seq_len, packed=data.packs_documents)

@@ -199,7 +199,7 @@ class Session:
         )
 
     def start_steps(self) -> None:
-        """Prepare guards and profiler for the first step of this start, or after a rollback."""
+        """Prepare watchdog and profiler for the first step of this start or after a rollback."""
         self.forward_events()
         self.watchdog.enter("compile", self.step)
         self._checked_step = self.step + FIRST_STEPS
@@ -245,7 +245,7 @@ class Session:
             )
 
     def due_actions(self) -> StepActions:
-        """Return the same actions before the next step on every process; call once per step."""
+        """Return the actions due before the next step, equal on every process; call once a step."""
         config, step = self.config, self.step
         if step == config.train.steps:
             return StepActions(last=True)  # `finish` evaluates and saves
@@ -280,7 +280,10 @@ class Session:
             self.monitor.profiler.turn(self.step + 1)
 
     def evaluate(self, max_batches: int) -> dict[str, float]:
-        """Evaluate on `max_batches` of the held-out rows (0 = every row once); {} without rows."""
+        """Evaluate `eval.tasks`, and `max_batches` of held-out rows (0 = every row once).
+
+        Return the metrics; {} without tasks and rows.
+        """
         if self.config.eval.sample == "always":
             self.sample()
         tasks: dict[str, float] = {}

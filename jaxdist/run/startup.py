@@ -362,7 +362,10 @@ def _precision(parts: Parts) -> str:
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Return positions in documents, int32 [num_rows, seq_len]; None unless packed and cp > 1."""
+    """Return positions in documents of a sample of rows, int32 [num_rows, seq_len].
+
+    None without a context axis, if rows are not packed, and for streams.
+    """
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     if data.streams:

@@ -218,7 +218,7 @@ class _RunModel:
         return results
 
     def _score(self, rows: list[tuple[list[int], int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities and numbers of unlikely tokens, float32 [batch_size].
+        """Return log-probability and number of targets not most likely, float32 [batch_size] each.
 
         A row is a text's token ids and the number of scored ones at its end.
         """

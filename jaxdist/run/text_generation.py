@@ -146,7 +146,7 @@ _OPENING_TOKENS = 32
 
 
 def first_prompt(data: DataConfig, rows: TrainData) -> str:
-    """Return the first words of the training text; "" if they are not available."""
+    """Return a short prompt like the training text, e.g. its first words; "" if unavailable."""
     if data.sources == ["stdlib"]:
         return "def __init__(self"
     if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":

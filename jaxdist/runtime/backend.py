@@ -45,7 +45,10 @@ def simulate(num_devices: int) -> None:
 
 
 def enable_debug_checks() -> None:
-    """Enable jax's checks and deterministic kernels, except options in `XLA_FLAGS`; call first."""
+    """Enable jax's checks and deterministic kernels; call before jax starts a device.
+
+    Options that are set in `XLA_FLAGS` keep their values.
+    """
     import jax
 
     flags = os.environ.get("XLA_FLAGS", "")
@@ -160,7 +163,7 @@ _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for 
 
 
 def _watch_for_damage(folder: Path) -> None:
-    """Remove cache entries that jax cannot read, because it never overwrites them."""
+    """From now on, remove cache entries that jax cannot read; jax never overwrites them."""
     show = warnings.showwarning
     if isinstance(show, _DamageWatch):  # set up for a previous cache
         show = show.show

@@ -62,7 +62,10 @@ _STATISTICS = "/proc/self/statm"
 
 
 class _KeptMemory:
-    """Return freed memory when the process doubles; the first checks measure the base size."""
+    """Returns freed memory to the system if the process has doubled in size.
+
+    The first checks measure the base size.
+    """
 
     def __init__(self, libc: Any):
         self._libc = libc
@@ -70,7 +73,7 @@ class _KeptMemory:
         self._settling = 0  # remaining checks that measure it
 
     def trim_if_doubled(self) -> bool:
-        """Return free memory if the process has doubled; return whether it did."""
+        """Give free memory back to the system if the process has doubled; return whether it did."""
         resident = resident_bytes()
         if self._settling:
             self._settling -= 1

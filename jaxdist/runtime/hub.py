@@ -216,7 +216,10 @@ def patiently(fetch: Callable[[], T]) -> T:
 
 
 def open_for_push(name: str) -> None:
-    """Create a private repository of a model unless it exists; raise if it cannot be written."""
+    """Create a private repository of a model unless it exists; "" = do nothing.
+
+    Raise `ConfigError` if it cannot be written.
+    """
     if not name:
         return
     from huggingface_hub import HfApi, get_token

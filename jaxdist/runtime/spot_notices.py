@@ -91,7 +91,10 @@ def _google_notice(address: str) -> str:
 
 
 def _azure_notice(address: str) -> str:
-    """Return the eviction of this machine; the service lists those of a complete scale set."""
+    """Return the eviction of this machine, "" if there is none.
+
+    The service lists the evictions of a complete scale set.
+    """
     headers = {"Metadata": "true"}
     text = _read(f"{address}/metadata/scheduledevents?api-version=2020-07-01", headers)
     evictions = [event for event in json.loads(text)["Events"] if event["EventType"] == "Preempt"]

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the train step for the settings (TOML) and the cluster in a request."""
+    """Compile the train step for the settings (TOML) and cluster of a request; return facts."""
     gpu = Gpu(**request["gpu"])
     cluster = Cluster(
         gpu=gpu, num_nodes=request["num_nodes"], gpus_per_node=request["gpus_per_node"]

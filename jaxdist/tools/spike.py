@@ -138,7 +138,10 @@ def row_losses(parts: Parts, params: Any, batch: Batch) -> tuple[np.ndarray, np.
 def _described(
     data: Dataset, numbers: np.ndarray, losses: np.ndarray, weights: np.ndarray, config: SpikeConfig
 ) -> list[dict[str, Any]]:
-    """Return a record of each row, numbers int64 [rows], losses and weights [rows, parts]."""
+    """Return records of the `config.top` rows with the highest mean loss, highest first.
+
+    `numbers` int64 [rows] are indices in `data`; losses and weights are [rows, parts].
+    """
     total, count = losses.sum(1), weights.sum(1)
     means = np.where(count > 0, total / np.maximum(count, 1e-9), -math.inf)  # last: no labels
     order = np.argsort(-np.nan_to_num(means, nan=math.inf), kind="stable")

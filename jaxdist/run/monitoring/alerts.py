@@ -66,7 +66,7 @@ class Alerts:
         )
 
     def values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report a step whose update was skipped."""
+        """Report a step if its update was skipped."""
         if not (reason := skip_reason(values)):
             return
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k) or 0.0)]

@@ -95,7 +95,10 @@ def step_line(
 
 
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
-    """Return one line for an evaluation: with named sets, loss and bits per byte of each."""
+    """Return one line with the metrics of an evaluation.
+
+    With named sets, only loss, accuracy and bits per byte of each.
+    """
     parts = [_progress("eval", record, total_steps)]
     sets = any("/" in name for name in record)
     for name, value in record.items():

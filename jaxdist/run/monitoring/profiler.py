@@ -74,7 +74,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
-        """End the current trace, if any; `last` is its last step (None = by `reaches`)."""
+        """End the current trace, if any; `last` is its last step (None = the newest finished)."""
         if self._now is None:
             return
         import jax

@@ -89,7 +89,10 @@ class StragglerDetector:
         return own
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """Return the numbers of the newest common interval by process; {} if already compared."""
+        """Return the numbers of the newest interval that all processes have published, by process.
+
+        {} if there is none since the last call.
+        """
         if self._compared >= self._newest:
             return {}
         reports = coordination.published(_TOPIC)

@@ -202,7 +202,7 @@ class RunSummary:
             self._seconds["dry_host"] += max(0.0, step_time_s - data_wait_s - device_wait_s)
 
     def add_straggler(self, slow: Straggler) -> None:
-        """Count one interval in which the others waited for this process."""
+        """Count one interval in which the others waited for the process of `slow`."""
         entry = self._slow.setdefault(
             (slow.process, slow.cause),
             {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},

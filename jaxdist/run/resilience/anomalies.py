@@ -73,7 +73,7 @@ class Anomaly:
         return (*before, (self.first_sample, self.first_sample + self.num_samples))
 
     def is_bad(self, values: Mapping[str, float]) -> bool:
-        """Return whether the metrics of a replay of this step are bad in the same way."""
+        """Return whether a replay of this step is bad: not finite, or for a spike above `limit`."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
         return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit

@@ -105,7 +105,7 @@ class SdcCheck:
         return self._compare(step, np.asarray(jax.device_get(self._gather(hashes))))
 
     def may_roll_back(self) -> bool:
-        """Return whether the run rolls back after a mismatch; otherwise it ends."""
+        """Count a mismatch; return whether the run rolls back after it, otherwise it ends."""
         self._rollbacks += 1
         return self.config.sdc_policy == "rollback" and self._rollbacks <= MAX_ROLLBACKS
 
@@ -171,7 +171,7 @@ class SdcCheck:
         return Mismatch(step=step, devices=devices, certain=certain, text=text)
 
     def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
-        """Return flat mesh indices of devices with equal values: int64 [num_groups, group_size]."""
+        """Return flat mesh indices of devices that hold the same shard: int64 [groups, size]."""
         mesh = self.layout.mesh
         indices = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
         dims = [mesh.axis_names.index(axis) for axis in axes]

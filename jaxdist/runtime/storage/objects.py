@@ -252,7 +252,7 @@ class ObjectLocation(Location):
             return sum(meta["size"] for meta in self._parts())
 
     def version(self) -> int:
-        """Return the time of the last write in ns; most stores have whole seconds."""
+        """Return the time of the last write in ns, 0 if unreachable; often in whole seconds."""
         try:
             try:
                 metas = [self._head()]

@@ -158,7 +158,7 @@ def _recorded_otherwise(
     checkpoint: int | None,
     mesh: str,
 ) -> list[str]:
-    """Report the run whose records or checkpoint differ from the rerun on `mesh`."""
+    """Return a line for each run: whether its records and checkpoint equal the rerun on `mesh`."""
     lines = []
     for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
         differences: list[str] = []

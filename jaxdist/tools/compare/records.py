@@ -123,7 +123,7 @@ def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    """Return the checkpoints that are equal in both runs, and the oldest that differs."""
+    """Return the fields of `Divergence` about checkpoints: equal ones, the first that differs."""
     steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
     equal: list[int] = []
     different: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}

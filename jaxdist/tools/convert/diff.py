@@ -42,7 +42,10 @@ def run(config: Config) -> int:
 
 
 def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
-    """Compare arrays by name; read only those with different dtype or checksum."""
+    """Return the arrays by name in `only_a`, `only_b`, `reshaped`, `identical` or `differing`.
+
+    Only arrays with different dtype or checksum are read.
+    """
     in_a = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
     in_b = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
     if not in_a and not in_b:

@@ -13,7 +13,7 @@ _CLASSES = {"transformers": "AutoModelFor", "peft": "AutoPeftModelFor"}
 
 
 def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library: str) -> str:
-    """Return the text; `library` loads the model: transformers or peft."""
+    """Return the model card; `library` is the one that loads the model: transformers or peft."""
     start = settings.init_from
     pipeline = "text-classification" if settings.num_labels else "text-generation"
     header = {"library_name": library, "pipeline_tag": pipeline, "tags": ["jaxdist"]}

@@ -135,7 +135,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
 
 
 def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    """Return findings of all processes together in process 0, where `hosts` are; collective."""
+    """Check all processes together; collective. `hosts` and the findings exist in process 0."""
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
     results = [
         ok(
@@ -185,7 +185,10 @@ def _shared_directory(config: DoctorConfig, job: JoinedJob, hosts: list[str]) ->
 
 
 def _mesh(config: DoctorConfig, job: JoinedJob) -> tuple[MeshSpec, list[Finding]]:
-    """Return the run's mesh; if training would reject it, data parallelism over all devices."""
+    """Return the run's mesh, and findings about it and about the settings.
+
+    If training would reject the mesh, return data parallelism over all devices.
+    """
     problems = [
         error("settings", problem, "correct the setting: training would reject it")
         for problem in problems_of(config.run)
@@ -238,7 +241,7 @@ def _compute(
 def _check(
     topic: str, value: Any, config: DoctorConfig, check: Callable[[list[Any]], list[Finding]]
 ) -> list[Finding]:
-    """Return the findings of `check` about the values of all processes in process 0, else []."""
+    """Collect `value` of all processes; return `check(values)` in process 0, [] elsewhere."""
     everyone = _collect(topic, value, config)
     return check(everyone) if everyone else []
 

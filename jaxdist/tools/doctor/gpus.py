@@ -180,7 +180,7 @@ def _check_links(topology: Topology) -> Finding:
 
 
 def _slow_link(topology: Topology, counts: Counter[str]) -> Finding:
-    """Find the GPU that is part of most pairs with fewer NVLinks."""
+    """Return a warning with the GPU that is part of most pairs with fewer NVLinks."""
     lanes = lambda kind: int(re.sub(r"\D", "", kind) or 0)
     best = max(counts, key=lanes)
     slow = [pair for pair, kind in topology.links.items() if kind != best]

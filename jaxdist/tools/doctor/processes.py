@@ -226,7 +226,7 @@ def check_views(
     directory: Path,
     failed: Mapping[int, str],
 ) -> list[Finding]:
-    """Rate the directory.
+    """Check that each process can write into the directory, and that all see the same files.
 
     `views` maps each process to those of its peers, and itself, whose tokens it read. `failed` maps
     a process to the reason why its write failed.

@@ -74,7 +74,7 @@ class ElasticAgent(Agent):
         self._has_forwarded_stop = False
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Wait for a round that includes this host, or for the job's exit code."""
+        """Wait for a round with this host; return its number and placement, or an exit code."""
         if not self.rendezvous.own.heartbeat:
             _reject_duplicate(self.rendezvous.claim_rank())
         self.offer_host()
@@ -97,7 +97,10 @@ class ElasticAgent(Agent):
         self._offer()
 
     def poll(self) -> Round | int | None:
-        """Read the files once; lead if this host has the lowest live rank. None = poll again."""
+        """Read the files once; return a new round with this host, or the job's exit code.
+
+        None = poll again. The host with the lowest live rank leads.
+        """
         hosts = self.rendezvous.read_hosts()
         if self.round is None:
             _reject_duplicate(self.rendezvous.duplicate)

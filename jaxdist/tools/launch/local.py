@@ -55,7 +55,9 @@ class LaunchConfig:
         "the first restart is immediate",
         ge=0,
     )
-    max_backoff_s: float = setting(60.0, "longest wait before a restart, seconds", ge=0)
+    max_backoff_s: float = setting(
+        60.0, "longest wait before a restart, seconds; up to 25 % are added at random", ge=0
+    )
     stop_timeout_s: float = setting(
         300.0, "seconds that processes may take to save after a stop request", ge=0
     )

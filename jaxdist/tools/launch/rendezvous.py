@@ -214,7 +214,7 @@ class Rendezvous:
         return is_other and not has_ended and (self.folder / f"host-{host.rank}.json").exists()
 
     def read_hosts(self) -> dict[int, Host]:
-        """Read files; return rank -> host for this host and all with a heartbeat since the first.
+        """Read files; return rank -> host: this host, and all whose heartbeat has grown.
 
         Only the leader reads all files; others may return a state `len(hosts) / READS` calls old.
         """
@@ -278,7 +278,7 @@ class Rendezvous:
             seen.host, seen.moved_at = host, now
 
     def is_alive(self, host: Host) -> bool:
-        """Return whether a host had moved within `heartbeat_timeout_s` when it was last read."""
+        """Return whether a host's heartbeat grew within `heartbeat_timeout_s` of its last read."""
         if host.uuid == self.own.uuid:
             return True
         seen = self._observed[host.rank]

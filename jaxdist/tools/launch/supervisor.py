@@ -286,7 +286,10 @@ class Supervisor:
         return not self.stop_signal
 
     def _wait_for_run_dir(self) -> bool:
-        """Return whether the run directory exists: without its mount a new run would begin."""
+        """Wait for a missing run directory; return whether it exists.
+
+        If its mount is lost, a restart would begin a new run.
+        """
         logs = locate(self.run_dir) / "logs"  # made before the first attempt
         if _is_here(logs):
             return True

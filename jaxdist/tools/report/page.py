@@ -42,7 +42,10 @@ th:first-child { text-align: left; font-weight: normal; }
 
 
 def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = False) -> str:
-    """Return the page for `runs`; `x` is "step" or "tokens", `log_y` as in `_LOGARITHMIC`."""
+    """Return the page for `runs`; `x` is "step" or "tokens".
+
+    `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
@@ -151,7 +154,7 @@ def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[floa
 
 
 def _position(run: ReportedRun, step: int, x: str) -> float:
-    """Return a step, or the tokens at the last recorded step that is not after it."""
+    """Return the position of a step on the x axis: the step, or the tokens trained on by then."""
     if x == "step":
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]

@@ -167,7 +167,7 @@ def set_losses(evals: Sequence[Record]) -> dict[str, float]:
 
 
 def _exit_reason(events: list[Record]) -> str:
-    """Return how the newest start ended; without an `end` event it still runs or was killed."""
+    """Return how the newest start ended; "unfinished" if it still runs or was killed."""
     for record in reversed(events):
         if record.get("event") == "end":
             return str(record.get("exit_reason", "ended"))

@@ -83,7 +83,7 @@ def check_run(trained: Trained) -> list[Check]:
 
 
 def _check_arrays(trained: Trained) -> Check:
-    """Compare every array on disk with the checksum that the devices computed at the save."""
+    """Check that all arrays on disk are finite and have the checksums computed at the save."""
     problems = []
     for name in trained.entries:
         try:
