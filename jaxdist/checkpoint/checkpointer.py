@@ -183,7 +183,10 @@ class Checkpointer:
         return self._events.pop()
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, corrupt ones included, in increasing order."""
+        """Return the steps of all checkpoints in increasing order.
+
+        Corrupt checkpoints are included, superseded ones are not.
+        """
         return self._reader.steps()
 
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:

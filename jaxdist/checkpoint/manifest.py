@@ -48,7 +48,7 @@ _KEYS = {"format", "step", "metrics", "files"}
 
 
 def steps_in(directory: Location) -> list[int]:
-    """Return the steps of the checkpoints, corrupt ones included, in increasing order."""
+    """Return the steps of all checkpoints, in order: corrupt ones too, superseded ones not."""
     return [
         step
         for step in _directories(directory)

@@ -104,7 +104,10 @@ class Saver:
             self._pending = (outcome, finished)
 
     def wait(self) -> float:
-        """Wait for the current save and count its outcome; return the seconds waited."""
+        """Wait for the current save and return the seconds waited.
+
+        Raises `CheckpointError` after `MAX_FAILURES` failed saves in a row.
+        """
         if self._pending is None:
             return 0.0
         outcome, finished = self._pending
@@ -210,7 +213,10 @@ class Saver:
         outcome: Outcome,
         moments: MomentFiles | None,
     ) -> Callable[[], dict[str, Any]] | None:
-        """Start a save; return the result of `_begin`, None if already saved or failed."""
+        """Start a save; return the result of `_begin`, or None if the step is already saved.
+
+        After a failure, `outcome.error` is set and the returned function gives an empty dict.
+        """
         try:
             num_bytes = sum(leaf.num_bytes for leaf in leaves)
             num_bytes += 0 if moments is None else moments.num_bytes

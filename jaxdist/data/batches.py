@@ -167,7 +167,7 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
 
 
 def first_sample(number: int, batch_size: int, start: int, left_out: Samples) -> int:
-    """Return the first sample of batch `number`; batch 0 begins at `start`."""
+    """Return the first sample of batch `number`; batches begin at `start` and omit `left_out`."""
     for begin, end in sorted(left_out):
         fitting = max(0, (begin - start) // batch_size)  # batches that end before `begin`
         if number < fitting:

@@ -127,7 +127,7 @@ class BestFitPlan:
         return pieces
 
     def _full_start(self, number: int) -> int:
-        """Return the first token of a full row; only cut documents have them."""
+        """Return the index of the first token of a full row, a piece of a cut document."""
         dropped = self._dropped[0]
         number += int(np.searchsorted(dropped - np.arange(len(dropped)), number, side="right"))
         group = int(np.searchsorted(self._full_rows, number, side="right")) - 1
@@ -147,7 +147,7 @@ class BestFitPlan:
         return int(first), int(last) + (self.stop > self.start)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield first token, number of full rows and remainder length per document, int64 [n]."""
+        """Yield blocks of documents: first token, number of full rows, remainder length, [n]."""
         begin, end = self._documents
         for at in range(first, min(last, end), _BLOCK):
             ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(
@@ -188,7 +188,10 @@ class BestFitPlan:
         return np.array(full_rows, np.int64), np.array(rests, np.int64)
 
     def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield blocks of documents: index of the first; full rows, remainder lengths [block]."""
+        """Yield blocks of documents: index of the first, full rows, remainder lengths [block].
+
+        Remainders without a token in the loss have length 0.
+        """
         document = self._documents[0]
         for _, full, rest in self._cuts(*self._documents):
             dropped = self._dropped[1] - document

@@ -409,7 +409,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _end(tokenizer: Tokenizer) -> np.ndarray:
-    """Return the end token, uint32 [1]."""
+    """Return the end token, uint32 [1]; raises `ConfigError` if the tokenizer has none."""
     if tokenizer.end_id is None:
         raise ConfigError(
             f"tokenizer {tokenizer.name!r} has no end token: a model could not learn "

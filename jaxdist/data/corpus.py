@@ -250,7 +250,7 @@ def _in_parts(files: Sequence[DataFile]) -> list[list[DataFile]]:
 def _fill_parts(
     work: Path, parts: list[list[DataFile]], encoder: Encoder, shard_tokens: int
 ) -> list[Path]:
-    """Tokenize each part into a corpus in `work`, except those complete from an earlier start."""
+    """Tokenize each part into a folder in `work`; return the folders. Complete ones are kept."""
     key = corpus_key([file for part in parts for file in part], encoder)
     for other in work.glob("*"):
         if other.name != key:  # of other files or settings

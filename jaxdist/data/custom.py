@@ -176,7 +176,7 @@ def _function(source: str) -> Callable[..., Any]:
 
 
 def check_row(row: Any, name: str) -> Literal["text", "images"]:
-    """Return the kind of a row."""
+    """Return the kind of a row; raises `ConfigError` if it is no dict or lacks fields."""
     if not isinstance(row, Mapping):
         raise ConfigError(
             f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
@@ -193,7 +193,7 @@ def check_row(row: Any, name: str) -> Literal["text", "images"]:
 
 
 def fields_of(row: Mapping[str, Any], name: str) -> Fields:
-    """Return name -> (shape, dtype in a batch) of a row of the source `name`."""
+    """Return field -> (shape, dtype in a batch) of a row; `name` is its source, for errors."""
     fields: Fields = {}
     problems = []
     for field, value in row.items():
@@ -222,7 +222,7 @@ def digest_of(rows: Rows, text: str = "") -> str:
 
 
 def vocabulary_of(rows: Rows) -> int:
-    """Return one more than the largest token, target or label."""
+    """Return one more than the largest token, target or label; 0 if rows have none."""
     named = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
     numbers = [values for values in named if values.dtype == np.int32]  # the rest are not ids
     if not numbers:

@@ -66,7 +66,7 @@ class TextEncoder:
         self.identity = [tokenizer.fingerprint, text_field, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files; raises `ConfigError` with the position of bad text."""
+        """Yield the tokens of files in chunks; raises `ConfigError` at the position of bad text."""
 
         def pieces(path: DataFile) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):
@@ -120,7 +120,7 @@ class RecordEncoder:
         self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files."""
+        """Yield the tokens of files in chunks."""
         for records, position in _batches(files, self._documents, _BATCH_TOKENS):
             held = [document for documents in records for document in documents]
             yield Chunk(

@@ -140,7 +140,7 @@ def without_commit(source: str) -> str:
 
 
 def pin_commit(source: str) -> str:
-    """Return a source with the current commit of its revision."""
+    """Return a source with its revision replaced by the current commit on the hub."""
     parts = parse_hub_set(source)
     commit = hub.with_commit(parts.name, "dataset").partition("@")[2]
     return str(dataclasses.replace(parts, revision=commit))
@@ -172,7 +172,7 @@ def hub_files(source: str) -> list[HubFile]:
 
 
 def _listed(name: str) -> dict[str, tuple[int, str]]:
-    """Return path -> (bytes, digest) of a data set, stored for starts without a network."""
+    """Return path -> (size in bytes, digest) of a data set; stored for use without a network."""
     key = hashlib.sha256(name.encode()).hexdigest()[:24]
     stored = cache_folder() / f"hub-{key}.json"
     with contextlib.suppress(OSError, ValueError):

@@ -126,7 +126,7 @@ class StreamedPart:
         return [] if held_out is None else [held_out]
 
     def count(self, shard: int) -> int:
-        """Return the number of training rows of a shard, which is tokenized if it is unknown."""
+        """Return the number of training rows of a shard; tokenize it if they are not counted."""
         if self.counts[shard] < 0:
             self._get(shard)
         return self.counts[shard]
@@ -137,7 +137,7 @@ class StreamedPart:
         return gather_rows(shards, lambda one, of: self._get(one).rows.rows(offsets[of], spans))
 
     def keep(self, window: Iterable[int]) -> None:
-        """Prepare these shards in the background, in this order, and delete all others."""
+        """Prepare these shards in the background, in this order, and delete unused others."""
         window = tuple(window)
         with self._changed:
             if window == self._window:
@@ -155,7 +155,7 @@ class StreamedPart:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _get(self, shard: int) -> _Shard:
-        """Wait until a shard is ready; raises the error of preparing it."""
+        """Return a shard as soon as it is ready; raises the error of preparing it."""
         with self._changed:
             if shard in self._ready:
                 return self._ready[shard]

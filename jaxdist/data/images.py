@@ -81,7 +81,7 @@ class Images:
         return f"images-{digest[:32]}-{self.scaling}"
 
     def rows(self, indices: np.ndarray, spans: object = None) -> dict[str, np.ndarray]:
-        """Return images float32 [n, 32, 32, 3] and labels int32 [n]; see `Part.rows`."""
+        """Return images float32 [n, 32, 32, 3], labels int32 [n] and weights 1 (`Part.rows`)."""
         images = self.pixels[indices].astype(np.float32)
         images = images / 127.5 - 1 if self.scaling == "half" else images / 255
         if self.scaling == "channel":

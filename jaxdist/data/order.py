@@ -148,7 +148,10 @@ class _StageOrder(NamedTuple):
         return groups, block * quota[groups] + rank[offset] + before[groups]
 
     def drawn_after(self, num_samples: int) -> list[int]:
-        """Return the examples drawn from each group up to the end of the first `num_samples`."""
+        """Return how many examples of each group are drawn after `num_samples` of this stage.
+
+        Those of earlier stages are included.
+        """
         before = [self.drawn.get(group, 0) for group in self.groups]
         if self.mixture is None:
             return [before[0] + num_samples]

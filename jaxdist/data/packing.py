@@ -70,7 +70,7 @@ def gather_rows(numbers: np.ndarray, read: Callable[[int, np.ndarray], Rows]) ->
 
 
 def text_fields(seq_len: int, packed: bool) -> Fields:
-    """Return the fields of text rows (see `Batch`)."""
+    """Return the fields of text rows (see `Batch`); `packed` adds segments and positions."""
     per_token = ((seq_len,), np.dtype(np.int32))
     fields: Fields = {
         "tokens": per_token,
@@ -196,7 +196,10 @@ class Fitted:
         return batch
 
     def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
-        """Write `pieces`, (first token, length), from `first` on into fields [positions]."""
+        """Write a row's positions from `first` on into fields [positions].
+
+        `pieces` are (first token, length) of the pieces of the complete row.
+        """
         last, end = first + len(part["tokens"]), 0
         for segment, (start, length) in enumerate(pieces, start=1):
             begin, end = end, end + length

@@ -102,7 +102,7 @@ def open_stream(
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
-    """Read the first rows and test resuming after the first one; see `StreamDataset`."""
+    """Return a stream's dataset; reads the first rows and tests resuming after the first one."""
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
     fields = fields_of(rows[0], name)

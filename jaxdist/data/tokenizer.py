@@ -235,7 +235,10 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
 
 
 def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
-    """Return tokens of `text` [length] after the first of `before` that shares no token with it."""
+    """Return tokens of `text` [length] after the first of `before` that shares no token with it.
+
+    If all of them share a token with it, encode `text` alone.
+    """
     for start in before:
         first, both = tokenizer.encode_batch([start, start + text])
         if len(first) and np.array_equal(both[: len(first)], first):

@@ -29,7 +29,7 @@ def build(config: ModelConfig, *, seq_len: int) -> Model:
 
 
 def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
-    """Import and call the factory; the current directory is importable, as for a script."""
+    """Return the model of a config's factory; the current directory is importable for it."""
     if config.factory == PYTHON_MODEL:
         raise ConfigError(
             "model.factory: the model of this run was passed as a Python object and is not "

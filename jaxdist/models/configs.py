@@ -91,7 +91,10 @@ class _ModelDefaults:
         return AttentionCall()
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most these layers and small widths that `multiple` divides."""
+        """Return this model with at most these layers and small widths, if the kind allows it.
+
+        `multiple` divides the widths. By default the model is unchanged.
+        """
         del num_layers, multiple
         return self
 

@@ -281,7 +281,7 @@ class Block(nnx.Module):
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
-        """Map the residual stream [batch, seq_shard, d_model] to the same shape."""
+        """Return the residual stream [batch, seq_shard, d_model] after the layer, and `Sums`."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
             # Name it after `leave`: the saved value is this device's shard, already reduced.
@@ -305,7 +305,7 @@ class Block(nnx.Module):
         return x + self._normed("mlp_out_norm", branch), cache
 
     def _mlp(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
-        """Return the output of MLP or experts, shaped like x [batch, seq_shard, d_model]."""
+        """Return the output of MLP or experts, like x [batch, seq_shard, d_model], and `Sums`."""
         if not isinstance(self.mlp, Experts):
             return context.leave(self.mlp(context.enter(x), context)), {}
         # Route before `enter`, after which sums over tokens would count once per tensor device.

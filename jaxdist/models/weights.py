@@ -63,7 +63,9 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 
 def num_params(model: Model, active_experts: float = 1.0) -> int:
-    """Number of trained parameters, without vocabulary padding (as model cards count).
+    """Return the number of parameters, frozen ones included, as model cards count.
+
+    Vocabulary padding, running averages and selection biases of experts are left out.
 
     `active_experts` is the share of the experts that is counted.
     """

@@ -305,7 +305,7 @@ def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
 
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
-    """Return the best candidate on a cluster; None if no legal one fits."""
+    """Return the best candidate on a cluster with its cost; None if no legal one fits."""
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None

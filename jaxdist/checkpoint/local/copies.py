@@ -28,7 +28,11 @@ class FailureDomain:
 
 
 def failure_domain_of(environ: Mapping[str, str], hostname: str) -> FailureDomain:
-    """Return the failure domain of this process, with the rack from SLURM's topology if set."""
+    """Return the failure domain of this process: its rack and its host.
+
+    The environment variable `VARIABLE` decides if set; else SLURM's topology gives the rack, and
+    the host is `hostname`.
+    """
     if named := environ.get(VARIABLE, ""):
         rack, _, host = named.rpartition("/")
         return FailureDomain(rack, host)

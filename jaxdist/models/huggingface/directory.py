@@ -112,7 +112,7 @@ class Weights:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Weights:
-    """Find every tensor that the model needs; reads headers only."""
+    """Return the model of a directory and its tensors; reads headers, and a tied model's head."""
     hf = read_json(folder)
     config = read_config(hf)
     model, tensors = _resolve_head(config, hf["model_type"], safetensors.open_all(folder))

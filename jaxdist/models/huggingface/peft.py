@@ -212,7 +212,7 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
 
 
 def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
-    """Return our settings of an `adapter_config.json`; raise if it has what we lack."""
+    """Return our settings of an `adapter_config.json`; raises `ConfigError` for unknown ones."""
     if not isinstance(peft, Mapping):
         raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
     problems = [

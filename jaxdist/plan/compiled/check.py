@@ -165,7 +165,7 @@ def missing_compiler() -> NotCompiled | None:
 def compile_step(
     config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
 ) -> CompiledStep | NotCompiled:
-    """Compile a run's train step for GPUs of another machine; never raises.
+    """Compile a run's train step for GPUs of another machine; a failure is returned, not raised.
 
     The mesh and the simulated devices in `config` are ignored. Takes seconds to a minute on one
     core and about 1 GB of memory; several can run concurrently.

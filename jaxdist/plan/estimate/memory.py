@@ -230,7 +230,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Return accumulated gradients, and the current gradient of an untied embedding table."""
+    """Return the bytes of accumulated gradients and of an untied embedding's current gradient."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.trained, "gradient")
@@ -240,14 +240,14 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return copies of shards whose gathered dim is not the first dim."""
+    """Return the bytes of copies of shards whose gathered dim is not the first dim."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": sum(w.num_bytes * job.size(w, "param") for w in turned)}
 
 
 def _head(job: Job) -> Parts:
-    """Return the arrays of the chunked loss, and the gradient of its kernel."""
+    """Return the bytes of the arrays of the chunked loss, and of the gradient of its kernel."""
     parts = dict(costs_of(job).head_parts())
     if table := _transposed_table(job):
         parts["gathered weights"] += table
@@ -255,7 +255,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """Return one layer's gathered weights, unreduced gradients and activations."""
+    """Return the bytes of one layer's gathered weights, unreduced gradients and activations."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -279,7 +279,7 @@ def _transposed_table(job: Job) -> float:
 
 
 def _updates(job: Job) -> dict[str, Parts]:
-    """Return arrays of the update: Muon's complete matrices; new parameters under ZeRO-1 and 2."""
+    """Return bytes of the update's phases: gradients, new parameters, Muon's whole matrices."""
     sharded_finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.trained, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
@@ -307,7 +307,7 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
 
 
 def _scattering(job: Job) -> Parts:
-    """Return gradient totals during their reduction, and copies with the scattered dim first.
+    """Return bytes of gradient totals in their reduction, and of copies, scattered dim first.
 
     In XLA's buffer assignments, half of the copies are alive at once if the program has two loops,
     and all of them if it has more.
@@ -328,7 +328,7 @@ def _scattering(job: Job) -> Parts:
 
 
 def _stage(job: Job) -> dict[str, float]:
-    """Return the arrays that a stage carries from tick to tick."""
+    """Return the bytes of the arrays that a stage carries from tick to tick."""
     assert job.stages is not None
     report = job.stages.report
     once = job.config.pipeline.gather == "step"

@@ -167,7 +167,7 @@ class Budget:
         )
 
     def _fix(self, usable: float) -> str:
-        """Return the smallest change that reduces the estimate to `usable` bytes."""
+        """Return advice: the smallest change that reduces the estimate to `usable` bytes."""
         choice = dataclasses.replace(Candidate.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."

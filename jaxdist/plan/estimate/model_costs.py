@@ -315,7 +315,7 @@ class DecoderCosts(ModelCosts):
         return (job.attention != "xla") * WIDE * attention.heads(job) * job.tokens
 
     def _kept_without_recomputation(self) -> int:
-        """Return all residuals of backward: float32 norms, inputs of products, the nonlinearity."""
+        """Return bytes of all residuals: float32 norms, inputs of products, the nonlinearity."""
         job = self.job
         queries = (2 + self._attention_outputs()) * self.queries
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden

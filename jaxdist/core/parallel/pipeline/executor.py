@@ -65,7 +65,7 @@ def instructions_of(schedule: Schedule) -> Instruction:
 
 
 def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> State:
-    """Run this stage's part of a schedule tick by tick, in a few loops (`plan_loops`)."""
+    """Run this stage's part of a schedule tick by tick in a few loops; return the last state."""
     instructions = instructions_of(schedule)
 
     def act(
@@ -111,7 +111,7 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
 
 
 def _deliver(kind: Kind, state: State, message: Message) -> State:
-    """Send a value [microbatch, seq_shard, d_model] to a neighbor, and store the received one."""
+    """Send a value [microbatch, seq_shard, d_model]; return the state with the received one."""
     value, slot = message
     if kind == "forward":
         arrived = collectives.permute(value, PIPELINE.name, 1)

@@ -153,7 +153,7 @@ class _Training:
         return run(self.schedule, handlers, self._first_state())
 
     def _forward(self, now: Instruction, state: State) -> tuple[Array, State]:
-        """Run a virtual stage on x [rows, seq_shard, d_model]; save its residuals."""
+        """Run a virtual stage; return y [rows, seq_shard, d_model] and state with residuals."""
         stage = self.stage
         x = stage.input(now, take(state.activations, now.activation))
         y, sums, residuals = self.layers.forward(
