@@ -5,7 +5,7 @@ untied head) over a list of layers, float32 master weights, explicit AdamW, one 
 CPU it uses the fastest known form: fused query/key/value and gate/up products, unrolled layers,
 heads folded into the batch, and rotary tables as constants. Attention is tiled over queries, skips
 keys above the diagonal, and recomputes probabilities in backward. Weight gradients transpose the
-narrower input.
+narrower input. With a large vocabulary the head and its gradients are computed in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+CHUNK = 256  # tokens
 
 
 class Shape(NamedTuple):
@@ -172,6 +174,41 @@ def _layer(p, x, shape, cos, sin, kernel):
     return x + multiply(jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
 
 
+@jax.custom_vjp
+def _chunked_head(x, head, targets):
+    return _chunked_head_forward(x, head, targets)[0]
+
+
+def _chunked_head_forward(x, head, targets):
+    """Return the mean cross-entropy and its gradients: no product is computed twice."""
+    chunks = x.reshape(-1, CHUNK, x.shape[-1]), targets.reshape(-1, CHUNK)
+
+    def step(carry, chunk):
+        total, grad_head = carry
+        rows, labels = chunk
+        logits = rows @ head
+        top = jnp.max(logits, -1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        normalizer = jnp.sum(weights, -1, keepdims=True)
+        picked = jnp.take_along_axis(logits, labels[:, None], -1)
+        total += jnp.sum(jnp.log(normalizer) + top - picked)
+        grad = weights / normalizer - jax.nn.one_hot(labels, head.shape[1])
+        return (total, grad_head + rows.T @ grad), grad @ head.T
+
+    carry = jnp.zeros(()), jnp.zeros_like(head)
+    (total, grad_head), grad_x = jax.lax.scan(step, carry, chunks)
+    return total / targets.size, (grad_x.reshape(x.shape), grad_head, targets)
+
+
+def _chunked_head_backward(saved, cotangent):
+    grad_x, grad_head, targets = saved
+    scale = cotangent / targets.size
+    return grad_x * scale, grad_head * scale, None
+
+
+_chunked_head.defvjp(_chunked_head_forward, _chunked_head_backward)
+
+
 def loss(params, tokens, targets, shape, dtype, kernel):
     """Return the mean cross-entropy over all tokens."""
     half = shape.d_model // shape.num_heads // 2
@@ -181,6 +218,8 @@ def loss(params, tokens, targets, shape, dtype, kernel):
     for p in params["layers"]:
         x = _layer(p, x, shape, cos, sin, kernel)
     head = params["head"].astype(dtype)
+    if kernel == "xla" and shape.vocab >= 8192:
+        return _chunked_head(_norm(x, params["norm"]), head, targets)
     logits = jnp.einsum(
         "bsd,dv->bsv", _norm(x, params["norm"]), head, preferred_element_type=jnp.float32
     )
