@@ -166,7 +166,9 @@ class Saver:
                 return False
             except ValueError as reason:
                 manifest.delete(path)
-                self._events.log(f"this save replaces checkpoint {step}, not loadable: {reason}")
+                self._events.log(
+                    f"this save replaces checkpoint {step}, which cannot be loaded: {reason}"
+                )
         self.check_room(num_bytes)
         return True
 

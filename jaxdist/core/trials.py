@@ -83,7 +83,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
         try:
             return json.loads(path.read_text())["result"]
         except (OSError, ValueError, KeyError):
-            log.warning("cached result %s is unreadable: checking %s again", path, name)
+            log.warning("%s is checked again: the stored result %s is unreadable", name, path)
     with waiting(f"trying {name} in a child process"):
         result = _in_child(kind, request, _child_environ(device))
     if folder and "failed" not in result:
@@ -93,7 +93,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
             partial.write_text(json.dumps({"key": key, "result": result}))
             partial.replace(path)
         except OSError as error:
-            log.warning("the result of the check of %s could not be cached: %s", name, error)
+            log.warning("the result of checking %s could not be stored: %s", name, error)
     return result
 
 

@@ -190,7 +190,7 @@ class _DamageWatch:
         if not self._warned:
             log.warning(
                 "compile cache %s: removed damaged entries, their programs are compiled again "
-                "(the first: %s, %s)",
+                "(the first entry is %s: %s)",
                 self.folder,
                 name,
                 reason.partition("\n")[0],

@@ -244,7 +244,7 @@ def check_axis(
     results = [
         error(
             check,
-            f"the sum over {_names(group, hosts)} is wrong",
+            f"an all-reduce over {_names(group, hosts)} returned a wrong sum",
             "remove these devices from the job: they corrupt data in transfers",
         )
         for group in groups
