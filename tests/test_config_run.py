@@ -287,7 +287,7 @@ NUM_SETTINGS = {
     "mesh": 4,
     "pipeline": 3,  # layers_per_stage: stages of unequal depth
     "train": 10,  # epochs: the length in passes over the data
-    "objective": 5,  # teacher: the model to distill
+    "objective": 7,  # teacher: the model to distill; factors of the labels of kto
     "optim": 17,
     "precision": 3,
     "data": 16,  # streaming, and the files of its shuffle buffer

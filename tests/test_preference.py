@@ -101,11 +101,14 @@ def base(tmp_path_factory):
     return path
 
 
+LABEL_WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.75)
+
+
 def config_of(path, kind="dpo", mesh="dp=1", microbatches=0, virtual=1) -> RunConfig:
     records = "labeled" if kind == "kto" else "preference"
     return adapter_run(
         path, rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches, virtual=virtual,
-        objective=ObjectiveConfig(kind=kind, beta=0.5),
+        objective=ObjectiveConfig(kind=kind, beta=0.5, **LABEL_WEIGHTS if kind == "kto" else {}),
         data=DataConfig(tokenizer="bytes", records=records),
     )  # fmt: skip
 
@@ -241,7 +244,7 @@ def trl_trainer(trl, transformers, datasets, model, folder, kind):
     )  # fmt: skip
     record = {"prompt": "2 3", "completion": "4", "label": True}
     if kind == "kto":
-        config, kind = trl.KTOConfig(**common), trl.KTOTrainer
+        config, kind = trl.KTOConfig(**common, **LABEL_WEIGHTS), trl.KTOTrainer
     else:
         record = {"prompt": "2 3", "chosen": "4", "rejected": "5"}
         losses = {"dpo": "sigmoid", "ipo": "ipo"}
@@ -386,6 +389,8 @@ def test_settings_that_do_not_fit_preferences(base):
     assert sum(p.startswith(("objective.kind=dpo", "objective.reference=")) for p in problems) == 2
     plain = dataclasses.replace(config, objective=ObjectiveConfig())
     assert any("data.records=preference" in problem for problem in problems_of(plain))
+    weighted = dataclasses.replace(config, objective=ObjectiveConfig(kind="dpo", **LABEL_WEIGHTS))
+    assert any("objective.undesirable_weight=0.75" in p for p in problems_of(weighted))
     packed = dataclasses.replace(config.data, packing="best_fit")
     assert any("data.packing" in p for p in problems_of(packed, "data"))
 

@@ -27,6 +27,7 @@ from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models import build
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.directory import read_model
+from jaxdist.models.huggingface.families import write_config
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.plan.estimate.model_trace import decoder_of
 from jaxdist.run.setup import assemble
@@ -198,32 +199,41 @@ CLASSES = [*FAMILIES, "olmo2", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("family", CLASSES)
-def test_scores_and_tensors_of_transformers_classes(tmp_path, family):
+@pytest.mark.parametrize("family, labels", [*zip(CLASSES, [3, 1] * 6, strict=True)])
+def test_scores_and_tensors_of_transformers_classes(tmp_path, family, labels):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
-    config = dataclasses.replace((FAMILIES | VARIANTS)[family], num_labels=3)
+    config = dataclasses.replace((FAMILIES | VARIANTS)[family], num_labels=labels)
     write_model(tmp_path / "hf", config, scale=0.1)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "hf", pad_token_id=0, attn_implementation="eager", dtype=torch.float32
-    )
+    model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "hf", pad_token_id=0, attn_implementation="eager", dtype=torch.float32,
+        output_loading_info=True,
+    )  # fmt: skip
+    assert not any(loading[name] for name in ("missing_keys", "unexpected_keys"))
     batch = next(batches(1))
     tokens = torch.from_numpy(batch["tokens"]).long()
     with torch.no_grad():
         expected = model.eval()(tokens, attention_mask=tokens > 0).logits.numpy()
     run = adapter_run(tmp_path / "hf", rows=ROWS, seq_len=SEQ, lora={"rank": 0})
-    assert run.model.num_labels == 3
+    assert run.model.num_labels == labels
     params = assemble(run, jax.devices()[:1]).initial_params()
     ours = scores_of(build(run.model, seq_len=SEQ), params, batch)
     np.testing.assert_allclose(ours, expected, atol=2e-5)
     assert np.ptp(expected) > 0.1
-    # Import and export keep every bit, and every name.
-    assert run_here("tools.convert.__main__", "from-hf", tmp_path / "hf", tmp_path / "run") == 0
+    # The class saves the model; import and export keep every bit, and every name.
+    model.save_pretrained(tmp_path / "saved")
+    assert run_here("tools.convert.__main__", "from-hf", tmp_path / "saved", tmp_path / "run") == 0
     assert run_here("tools.convert.__main__", "to-hf", tmp_path / "run", tmp_path / "back") == 0
     before, after = (safetensors.open_all(tmp_path / name) for name in ("hf", "back"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
     assert read_model(tmp_path / "back") == read_model(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("family", ["dots1", "olmoe"])
+def test_a_family_without_a_class_is_rejected_in_an_export(family):
+    with refused(family):
+        write_config(dataclasses.replace(VARIANTS[family], num_labels=3), "float32")
 
 
 def opened(tmp_path, lines, num_labels, seq_len=12, **settings):

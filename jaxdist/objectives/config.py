@@ -43,6 +43,16 @@ class ObjectiveConfig:
         ge=0,
     )
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)
+    desirable_weight: float = setting(
+        1.0,
+        "factor of the losses of desirable completions in kto. If their number is not that of "
+        "undesirable ones, set the factors so that number times factor is 1 to 4/3 times as much "
+        "as for undesirable ones",
+        gt=0,
+    )
+    undesirable_weight: float = setting(
+        1.0, "factor of the losses of undesirable completions in kto", gt=0
+    )
     reference: Literal["auto", "adapter_off", "precomputed"] = setting(
         "auto",
         "source of the reference model's log-probabilities in dpo, ipo and kto: adapter_off = each "
@@ -60,6 +70,11 @@ class ObjectiveConfig:
     def strength(self) -> float:
         """Return beta, or its default for this kind."""
         return self.beta or (1.0 if self.distills else 0.1)
+
+    @property
+    def label_weights(self) -> tuple[float, float]:
+        """Return the factors of kto's losses: desirable, undesirable."""
+        return self.desirable_weight, self.undesirable_weight
 
     @property
     def distills(self) -> bool:
@@ -80,9 +95,8 @@ class ObjectiveConfig:
             return Reward()
         if self.distills:
             return Distillation(self.kind == "distill_reverse", self.strength)
-        return Preference(
-            self.kind, self.strength, self.margin, self.precomputes(has_adapters=has_adapters)
-        )
+        precomputed = self.precomputes(has_adapters=has_adapters)
+        return Preference(self.kind, self.strength, self.margin, precomputed, self.label_weights)
 
     def added_fields(self, seq_len: int, vocab_size: int) -> dict[str, tuple[Any, Any]]:
         """Return name -> (shape of one row, dtype) of the fields that a teacher adds."""
@@ -103,6 +117,12 @@ class ObjectiveConfig:
             fix = "Name the model to learn from" if self.distills else "Leave it out"
             problems.append(
                 f"objective.teacher={self.teacher!r} with objective.kind={self.kind}. {fix}."
+            )
+        if self.kind != "kto" and self.label_weights != (1.0, 1.0):
+            problems.append(
+                f"objective.desirable_weight={self.desirable_weight:g} and "
+                f"objective.undesirable_weight={self.undesirable_weight:g} with "
+                f"objective.kind={self.kind}, which has no labels. Use kto, or leave them out."
             )
         needs = {"reward": (1, "preference")}.get(self.kind, (0, ""))
         if self.kind == "cross_entropy" and (num_labels > 1 or records == "text_label"):

@@ -5,7 +5,7 @@ as TRL 1.16 does. Sources:
 
     dpo    Rafailov et al. 2023, "Direct Preference Optimization", equation 7
     ipo    Azar et al. 2023, "A General Theoretical Paradigm ...", equation 17
-    kto    Ethayarajh et al. 2024, "KTO", equations 7 and 8, with equal weights for both labels
+    kto    Ethayarajh et al. 2024, "KTO", equations 7 and 8, as a mean over all examples
     orpo   Hong et al. 2024, "ORPO", equations 6 and 7
     simpo  Meng et al. 2024, "SimPO", equation 6
 
@@ -47,13 +47,15 @@ def mismatched(batch: Batch) -> Batch:
 class Preference:
     """Objective of preference tuning; see the module docstring.
 
-    With `is_precomputed`, rows contain the reference model's log-probabilities.
+    With `is_precomputed`, rows contain the reference model's log-probabilities. `label_weights`
+    are the factors of KTO's losses of desirable and undesirable completions.
     """
 
     kind: str
     beta: float
     margin: float = 0.5
     is_precomputed: bool = False
+    label_weights: tuple[float, float] = (1.0, 1.0)
 
     unit: ClassVar[str] = "examples"
 
@@ -134,9 +136,11 @@ class Preference:
     def _kto(self, logps: Array, tokens: Array, batch: Batch) -> Sums:
         """Return loss and metrics of KTO; `logps` and `tokens` (counts) are float32 [batch]."""
         ratios, baseline = logps - batch[REFERENCE], batch[BASELINE]
-        sign = jnp.where(batch["labels"] > 0, 1.0, -1.0)
+        is_desirable = batch["labels"] > 0
+        sign = jnp.where(is_desirable, 1.0, -1.0)
         # 1 - σ(x) = σ(-x)
         losses = jax.nn.sigmoid(-self.beta * sign * (ratios - baseline))
+        losses *= jnp.where(is_desirable, *self.label_weights)
         rewards = self.beta * ratios
         total = lambda x: jnp.sum(jnp.where(tokens > 0, x, 0.0))
         return {
