@@ -157,6 +157,30 @@ def test_unwritable_log_is_reported_once_and_keeps_the_exit_code():
     assert "Logging error" not in done.stderr and "Traceback" not in done.stderr
 
 
+def test_training_does_not_fail_if_its_console_is_full():
+    code = """
+    from jaxdist import runtime
+    def main():
+        log = runtime.setup_logging()
+        for i in range(50):
+            log.info("line %d", i)
+    runtime.run_command(main, resumes=True)
+    """
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | {"PYTHONUNBUFFERED": ""},
+            timeout=120,
+        )
+    assert done.returncode == 0
+    first, last = done.stderr.splitlines()
+    for line in (first, last):
+        assert missing(line, "warning", "standard output", os.strerror(errno.ENOSPC)) == []
+
+
 def test_launched_process_does_not_recreate_its_run_directory(tmp_path, monkeypatch):
     path = tmp_path / "run"
     monkeypatch.setenv("JAXDIST_LOG_DIR", str(path / "logs"))

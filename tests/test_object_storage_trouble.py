@@ -1,5 +1,6 @@
 """A store that hangs, is busy, or whose credentials expire during a command or a run."""
 
+import contextlib
 import errno
 import socket
 import threading
@@ -72,6 +73,40 @@ def test_store_that_refuses_connections_is_retried_for_the_complete_time(server,
         with pytest.raises(OSError):
             locate("s3://bucket/away").read()
     assert time.monotonic() - begun > 6.9  # ten retries took 2.4 to 5.4 s
+
+
+@pytest.mark.slow
+def test_save_survives_a_store_that_is_away(server, limits, train, monkeypatch):
+    """For 8 s it refuses connections and closes those it has; ten retries took 2.4 to 5.4 s."""
+    away, address = threading.Event(), []
+
+    def answer(request: Message, ask) -> Message:
+        if away.is_set():
+            raise ConnectionError
+        return ask(request)
+
+    with contextlib.ExitStack() as proxies:
+        first = proxies.enter_context(contextlib.ExitStack())
+        address = first.enter_context(object_servers.passing_on(server, answer))
+        port = int(address.rpartition(":")[2])
+        limits(address)
+
+        def come_back() -> None:
+            listening = socket.create_server(("127.0.0.1", port))
+            away.clear()
+            proxies.enter_context(object_servers.passing_on(server, answer, listening))
+
+        def leave(record) -> None:
+            if record["kind"] == "train" and record["step"] == 2:
+                away.set()
+                first.close()
+                threading.Timer(8.0, come_back).start()
+
+        run = train("s3://bucket/away", callbacks=leave)
+    assert run.exit_reason == "finished" and run.last_step == 4
+    saves = [event for event in run.events if event["event"].startswith("save")]
+    assert {save["event"] for save in saves} == {"save"} and saves[-1]["step"] == 4
+    assert max(save["written_s"] for save in saves) > 5
 
 
 def test_upload_timeout_grows_with_its_size(server, limits):

@@ -70,10 +70,23 @@ def test_full_disk_with_a_path_is_one_line():
     assert done.returncode == 1 and line.startswith("/full/file: No space left") and "free" in line
 
 
-def test_full_standard_output_is_one_line():
-    done = run("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x' * 100_000)")
+@pytest.mark.parametrize("body", ["print('x' * 100_000)", "print('x')", "print('x'); sys.exit()"])
+def test_full_standard_output_is_one_line(body):
+    full = f"os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n{body}"
+    done = run(full, PYTHONUNBUFFERED="")  # lines are written when the command ends
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith("standard output: No space left on device; ")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("raise ValueError", 1),
+        ("from jaxdist.settings import ConfigError\nraise ConfigError(['a'])", 2),
+    ],
+)
+def test_full_standard_error_keeps_the_exit_code(body, code):
+    assert run(f"os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n{body}").returncode == code
 
 
 def test_full_disk_in_an_output_names_its_path(tmp_path):
@@ -334,6 +347,26 @@ def test_damaged_compile_cache_entries_are_reported_and_replaced(
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_full_compile_cache_is_reported_once(tmp_path):
+    """A limit of the size of files has the effect of a full disk: no entry is written."""
+    done = run(
+        f"""
+        import resource
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        runtime.setup_logging()
+        runtime.simulate(1)
+        runtime.setup_compilation_cache({str(tmp_path / "cache")!r})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+        import jax
+        for factor in range(3):
+            jax.jit(lambda x: x * factor + 1)(jax.numpy.ones(4)).block_until_ready()
+        """
+    )
+    [line] = [line for line in done.stdout.splitlines() if "compile cache" in line]
+    assert missing(line, tmp_path / "cache", "File too large", "JAXDIST_CACHE") == []
+    assert done.returncode == 0 and "compilation cache" not in done.stderr
 
 
 @pytest.mark.parametrize(

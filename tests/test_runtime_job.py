@@ -148,6 +148,22 @@ def test_survivors_of_a_killed_process_end_with_a_line_and_exit_code_1(lost):
         assert missing(errors[i].splitlines()[-1], f"process {i} on", "another process") == []
 
 
+@pytest.mark.parametrize("lost", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_survivors_of_a_process_killed_in_a_step_name_it(lost):
+    codes, _, errors = Processes(
+        f"""
+        def kill(step):
+            if INDEX == {lost} and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return loop(runtime.join(), stop, kill)
+        """,
+        3,
+    ).end()
+    assert codes == [-signal.SIGKILL if i == lost else 1 for i in range(3)]
+    for i in {0, 1, 2} - {lost}:
+        assert f"no answer from process {lost} of 3" in errors[i]
+
+
 def test_exception_in_one_process_ends_all_and_is_reported_by_all():
     codes, _, err = Processes(
         """

@@ -505,8 +505,8 @@ class RunConfig:
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No legal mesh of {in_devices(num_devices)} or a few less was found for this model "
-            "and batch. Change train.global_batch_size or the model's sizes."
+            f"No other mesh of {in_devices(num_devices)} or a few less was found that is legal "
+            "without these changes."
         )
 
     def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:

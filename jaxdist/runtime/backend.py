@@ -159,7 +159,9 @@ def _keep_programs_of_every_process() -> None:
     compiler._cache_write = write_here
 
 
-_UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '([^']+)': (.*)")
+_CACHE_ERROR = re.compile(
+    r"Error (reading|writing) persistent compilation cache entry for '([^']+)': (.*)"
+)
 
 
 def _watch_for_damage(folder: Path) -> None:
@@ -171,23 +173,39 @@ def _watch_for_damage(folder: Path) -> None:
 
 
 class _DamageWatch:
-    """Delete the entries in `folder` that jax reports as unreadable; pass other warnings on."""
+    """Log the first errors of the cache in `folder`, and delete entries that jax cannot read.
+
+    Other warnings are passed on.
+    """
 
     def __init__(self, folder: Path, show: Callable[..., None]) -> None:
         self.folder = folder
         self.show = show
-        self._warned = False
+        self._warned: set[str] = set()
 
     def __call__(self, message: Any, *args: Any, **options: Any) -> None:
-        match = _UNREADABLE.match(str(message))
+        match = _CACHE_ERROR.match(str(message))
         if match is None:
             return self.show(message, *args, **options)
-        name, reason = match.groups()
+        action, name, reason = match.groups()
+        is_first = action not in self._warned
+        self._warned.add(action)
+        if action == "writing":
+            if is_first:
+                log.warning(
+                    "compile cache %s: a program cannot be stored (%s, %s). Each start compiles "
+                    "again what is not stored. Free space there, or set JAXDIST_CACHE to another "
+                    "folder.",
+                    self.folder,
+                    name,
+                    reason,
+                )
+            return None
         # Deletes all entries of the program; intact ones are compiled once more.
         with contextlib.suppress(OSError):  # a warning must not end the run
             for entry in self.folder.glob(f"{glob.escape(name)}-*"):
                 entry.unlink(missing_ok=True)
-        if not self._warned:
+        if is_first:
             log.warning(
                 "compile cache %s: removed damaged entries, their programs are compiled again "
                 "(the first entry is %s: %s)",
@@ -195,7 +213,7 @@ class _DamageWatch:
                 name,
                 reason.partition("\n")[0],
             )
-        self._warned = True
+        return None
 
 
 _TRUSTED = (0,)  # root

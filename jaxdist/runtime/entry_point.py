@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from jaxdist.runtime.coordination import process_id_and_count, service
 from jaxdist.runtime.coordination.failure_broadcast import (
@@ -114,7 +114,8 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL or of
     a full disk (code 1) and Ctrl-C (130) print one line. Others print a traceback, or the message
     of a failed save or restore, and advice (1). `kill -QUIT` prints the stacks of all threads. With
-    `resumes`, the advice explains that the same command continues from saved state.
+    `resumes`, the advice explains that the same command continues from saved state, and the command
+    does not fail if only its output is lost.
     """
     # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
@@ -138,6 +139,14 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
             code = _report(error, RERUN if resumes else _FIX)
         line = _first_line(error)
     _stdout_is_closed()
+    _drop_unwritable(sys.stderr)
+    lost = _drop_unwritable(sys.stdout)
+    if lost and code == EXIT_OK:
+        lost.filename = "standard output"
+        if resumes:
+            print(f"warning: {lost.filename}: {lost.strerror}: lines are missing", file=sys.stderr)
+        else:
+            code, line = _report(lost, _FIX), _first_line(lost)
     _exit(code, line)
 
 
@@ -148,10 +157,31 @@ def _stdout_is_closed() -> bool:
         poll.register(sys.stdout.fileno(), select.POLLERR)  # set if the reader closed the pipe
         if not poll.poll(0):
             return False
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _redirect(sys.stdout)
     except (OSError, ValueError):  # no stdout at all
         return False
     return True
+
+
+def _redirect(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _drop_unwritable(stream: TextIO) -> OSError | None:
+    """Return the error if a stream cannot be written, e.g. on a full disk, and redirect it.
+
+    Otherwise Python would write the same lines again when it exits, and end with code 120.
+    """
+    try:
+        stream.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _redirect(stream)
+            stream.flush()
+        return error
+    except (AttributeError, ValueError):  # no such stream
+        pass
+    return None
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
@@ -166,7 +196,8 @@ def _report(error: BaseException, otherwise: str) -> int:
         error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # each problem already includes a fix
-        print(text, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr)
     elif isinstance(error, OSError) and (
         is_url(str(path := error.filename))
         or (error.errno in _FULL and (path := error.filename or _full_stdout()))
@@ -205,7 +236,8 @@ def _full_stdout() -> str:
 
 
 def _print_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # stderr is on a full disk
+        print(text, file=sys.stderr, flush=True)
     for handler in logging.getLogger("jaxdist").handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))

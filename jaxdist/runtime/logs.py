@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import logging
 import os
@@ -21,15 +22,11 @@ class _Console(logging.Formatter):
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
-class _File(logging.FileHandler):
-    """Log file that prints one warning if it cannot be written, instead of many tracebacks."""
+class _Stream(logging.StreamHandler):
+    """Handler that prints one warning if it cannot write, instead of many tracebacks."""
 
-    def __init__(self, location: Location) -> None:
-        self._location, self._warned = location, False
-        super().__init__(location)
-
-    def _open(self) -> io.TextIOWrapper:
-        return os.fdopen(self._location.append_descriptor(), "a", encoding="utf-8")
+    baseFilename = "standard output"
+    _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -37,12 +34,24 @@ class _File(logging.FileHandler):
             super().handleError(record)
         elif not self._warned:
             self._warned = True
-            print(
-                f"warning: {self.baseFilename} cannot be written ({error.strerror}): lines "
-                "are missing until it can",
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(OSError):
+                print(
+                    f"warning: {self.baseFilename} cannot be written ({error.strerror}): lines "
+                    "are missing until it can",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class _File(_Stream, logging.FileHandler):
+    """Log file of a process."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        logging.FileHandler.__init__(self, location)
+
+    def _open(self) -> io.TextIOWrapper:
+        return os.fdopen(self._location.append_descriptor(), "a", encoding="utf-8")
 
 
 class _AboveBar(logging.Handler):
@@ -100,7 +109,7 @@ def setup_logging(
         for record in (record for handler in held for record in handler.records):
             to_file.handle(record)
     if process_id == 0:
-        console = _AboveBar() if has_bar else logging.StreamHandler(sys.stdout)
+        console = _AboveBar() if has_bar else _Stream(sys.stdout)
         console.setFormatter(_Console("%(message)s"))
         logger.addHandler(console)
     return logger
@@ -124,7 +133,8 @@ def divert_c_stdout(path: str | os.PathLike[str]) -> None:
                 return
         except (OSError, ValueError, AttributeError):
             return
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stdout.flush()
         sys.stdout = _Stdout(
             os.fdopen(os.dup(1), "wb"), encoding=sys.stdout.encoding, errors="replace"
         )

@@ -3,7 +3,9 @@
 1. The process can still run code: it puts one line into the key-value store. A thread in each
    other process waits for this line and exits with the same code.
 2. The process was killed (SIGKILL): its launcher kills the others on its host and writes
-   `abort.json` next to the logs. Every watchdog checks for this file each second.
+   `abort.json` next to the logs. Every watchdog checks for this file each second. Without the
+   launcher, a process whose collective fails puts the line, and the threads of all others answer:
+   the process without an answer is named.
 3. The host lost power or network: jax's heartbeat times out.
 """
 
@@ -24,14 +26,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxdist.runtime.coordination import service
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import locate
 
 _KEY = "failure"
+_ANSWERS = "failure_answers"
 FOLLOWED = "ends because process"
 ABORT_FILE = "abort.json"
 """File next to the logs; watchdogs that see it end their processes."""
 _REPORT_S = 1.0
 """Time for a process to report its own error before another process's failure ends it."""
+_ANSWER_S = 3.0
+"""Time for all processes to answer if one of them is lost, before the silent ones are named."""
 
 
 def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
@@ -46,12 +52,16 @@ def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
         "process": process_id,
         "host": socket.gethostname(),
         "code": code,
+        "is_cause": is_cause,
         "line": ("failed: " if is_cause else "lost another process, which failed first: ")
         + line[:300],
     }
     # Fails if another process was first or process 0 exited; then the others have a cause already.
     with contextlib.suppress(Exception):
         service.put(_KEY, failure)
+    with contextlib.suppress(Exception):  # process 0 exited
+        if not service.get(_KEY, _REPORT_S)["is_cause"] and (silent := _silent_processes()):
+            print(silent, file=sys.stderr, flush=True)
     if process_id == 0:
         # Process 0 runs the store. If it exited now, the others would abort before reading this.
         time.sleep(2 * _REPORT_S)
@@ -113,11 +123,32 @@ def _watch() -> None:
 
 
 def _follow(failure: dict[str, Any], process_id: int) -> None:
-    time.sleep(_REPORT_S)
-    _end(
+    line = (
         f"process {process_id} on {socket.gethostname()} {FOLLOWED} {failure['process']} on "
-        f"{failure['host']} {failure['line']}",
-        failure["code"],
+        f"{failure['host']} {failure['line']}"
+    )
+    silent = "" if failure["is_cause"] else _silent_processes()
+    if not silent or process_id == 0:  # the others read their answers from process 0
+        time.sleep(_REPORT_S)
+    _end(f"{silent}\n{line}".lstrip(), failure["code"])
+
+
+def _silent_processes() -> str:
+    """Answer that this process runs; return a line with the processes that do not, if any."""
+    if "JAXDIST_LOG_DIR" in os.environ:  # the launcher reports how each process ended
+        return ""
+    service.publish(_ANSWERS, socket.gethostname())
+    time.sleep(_ANSWER_S)
+    answers = service.published(_ANSWERS)
+    process_id, count = service.process_id_and_count()
+    silent = [str(i) for i in range(count) if i not in answers]
+    if not silent or process_id not in answers:  # without an own answer, process 0 is gone
+        return ""
+    plural = "es" if len(silent) > 1 else ""
+    return (
+        f"no answer from process{plural} {few(silent, 8)} of {count} within {_ANSWER_S:.0f} s: "
+        "killed, or the host is unreachable. See its log, and `dmesg` there for a process that "
+        "the system killed"
     )
 
 
