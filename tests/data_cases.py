@@ -1,7 +1,9 @@
 """Small data sources of every kind for data tests, and helpers to read them."""
 
 import gzip
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import jax
@@ -115,6 +117,29 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+def write_tar(path: Path, members, **options) -> Path:
+    """Write (name, content) pairs with Python's tarfile."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w", **options) as archive:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            data = content.encode() if isinstance(content, str) else content
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+    return path
+
+
+def tar_members(texts, field="text"):
+    """Yield samples: a text and metadata, a record, and several records."""
+    for i, text in enumerate(texts[:-2]):
+        record = {field: text, "other": 1} if i % 2 else {"url": "x"}
+        yield f"./a.b/{i:04d}.json", json.dumps(record, indent=1)
+        if not i % 2:
+            yield f"./a.b/{i:04d}.en.TXT", text
+    yield "README", b"\xff"
+    yield "z/.0.txt", b"\xff"
+    yield "z/0.jsonl", "".join(json.dumps({field: text}) + "\n" for text in texts[-2:])
+
+
 def write_source(folder: Path, form: str, texts=TEXTS, field="text") -> Path:
     lines = "".join(json.dumps({field: text, "other": 1}) + "\n" for text in texts).encode()
     path = folder / f"source.{form}"
@@ -128,6 +153,10 @@ def write_source(folder: Path, form: str, texts=TEXTS, field="text") -> Path:
         path.write_bytes(zstd(lines[:half]) + zstd(lines[half:]))
     elif form == "parquet":
         pa.parquet.write_table(pa.table({field: texts, "other": [1] * len(texts)}), path)
+    elif form in ("tar", "tar.gz"):
+        write_tar(path, tar_members(texts, field))
+    elif form == "tar.zst":
+        path.write_bytes(zstd(write_tar(folder / "a.tar", tar_members(texts, field)).read_bytes()))
     elif form == "folder":
         path.mkdir()
         for i, text in enumerate(texts):

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_cases import TEXTS, cache, write_source, zstd  # noqa: F401
+from data_cases import TEXTS, cache, tar_members, write_source, write_tar, zstd  # noqa: F401
 from refusals import missing, refused
 
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
@@ -26,9 +27,10 @@ from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
-from jaxdist.data.documents import read_pieces
+from jaxdist.data.documents import is_text, read_pieces, read_records
 from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.files import find_files, library_files
+from jaxdist.data.hub_stream import _LocalFile
 from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
 from jaxdist.settings import ConfigError, problems_of
 
@@ -45,7 +47,10 @@ def documents_of(source: Path, field="text") -> list[str]:
     return documents
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
+@pytest.mark.parametrize(
+    "form",
+    ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder", "tar", "tar.gz", "tar.zst"],
+)
 def test_every_format_gives_the_same_documents(tmp_path, form):
     assert sorted(documents_of(write_source(tmp_path, form))) == sorted(TEXTS)
 
@@ -56,6 +61,49 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path, form):
     path = tmp_path / "windows.txt"
     path.write_bytes(b"a\r\nb\rc\n")
     assert documents_of(path) == ["a\r\nb\rc\n"]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_parts_of_a_tar_are_its_samples(tmp_path, form, monkeypatch):
+    """Wherever a part begins, each sample is in one part, with its long name and metadata."""
+    rng = np.random.default_rng(0)
+    long = "x" * (90 if form == tarfile.USTAR_FORMAT else 150)
+    texts = [f"text {i} " + "ustar " * int(rng.integers(0, 300)) for i in range(60)]
+    kinds = ("json", "txt", "meta.json")
+    members = [
+        (f"{long * (i % 3 == 0)}/{i}.{kind}", text if kind == "txt" else "{}")
+        for i, text in enumerate(texts)
+        for kind in kinds
+    ]
+    path = write_tar(tmp_path / "a.tar", members, format=form)
+    size = path.stat().st_size
+    about = {"repo": "org/set@0", "path": "a.tar", "num_bytes": size, "tag": "", "local": path}
+    for num_parts in (1, 2, 7, 40, size // 512):
+        files = [_LocalFile(**about, part=i, num_parts=num_parts) for i in range(num_parts)]
+        read = [[piece.text for piece in read_pieces(file, "text")] for file in files]
+        assert [text for part in read for text in part] == texts
+        assert num_parts > 7 or all(read)
+
+
+def test_records_of_a_tar(tmp_path):
+    rows = [{"prompt": f"question {i}", "completion": "an answer"} for i in range(9)]
+    texts = [json.dumps(row, indent=2) for row in rows]
+    members = [(f"{i}.{kind}", text) for i, text in enumerate(texts) for kind in ("txt", "json")]
+    path = write_tar(tmp_path / "a.tar", members)
+    records = list(read_records(path, []))
+    assert [record.value for record in records] == rows
+    assert records[1].source == f"{path}/1.json:1"
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    opened = [
+        open_datasets(DataConfig(sources=[str(name)], records="completion"), seq_len=16)[0]
+        for name in (path, lines)
+    ]
+    assert opened[0].fingerprint == opened[1].fingerprint
+    texts = write_tar(tmp_path / "texts.tar", [("0.txt", "a"), ("1.txt", "b")])
+    with refused(f"{texts}/0.txt", "data.records"):
+        list(read_records(texts, []))
+    assert is_text(texts, "text") and not is_text(path, "text")
 
 
 def test_globs_and_order_are_independent_of_the_file_system(tmp_path):
@@ -322,6 +370,7 @@ def save(name, data):
 
 
 GOOD = b'{"text": "a text that is long enough for a row of eight tokens"}\n'
+TWO = ("0.txt", "x" * 99), ("1.txt", "y" * 99)
 PARQUET_TEXT = {"other": ["a"]}
 PARQUET_NUMBERS = {"text": [1, 2]}
 
@@ -330,6 +379,18 @@ def save_parquet(columns):
     def make(folder):
         pa.parquet.write_table(pa.table(columns), folder / "a.parquet")
         return folder / "a.parquet"
+
+    return make
+
+
+def save_tar(*members, keep=None, spoil=None):
+    def make(folder):
+        path = write_tar(folder / "a.tar", members)
+        data = bytearray(path.read_bytes()[:keep])
+        if spoil is not None:
+            data[spoil] ^= 1
+        path.write_bytes(data)
+        return path
 
     return make
 
@@ -372,6 +433,18 @@ BAD_SOURCES = {
     "missing_column": (save_parquet(PARQUET_TEXT), "no column text", "has: other"),
     "column_of_numbers": (save_parquet(PARQUET_NUMBERS), "column text", "int64"),
     "not_parquet": (save("a.parquet", GOOD), "a.parquet", "complete Parquet"),
+    "tar_of_images": (
+        save_tar(("0.txt", "x"), ("0.jpg", b"\xff")), "a.tar/0.jpg", "images", "module:function",
+    ),
+    "tar_with_two_texts": (save_tar(("0.en.txt", "x"), ("0.de.txt", "y")), "0.en.txt", "0.de.txt"),
+    "tar_without_its_end": (save_tar(*TWO, keep=2048), "a.tar", "complete tar", "end"),
+    "tar_cut_off": (save_tar(*TWO, keep=1800), "a.tar", "complete tar", "unexpected end"),
+    "tar_with_damaged_header": (save_tar(*TWO, spoil=1024), "a.tar", "complete tar", "header"),
+    "tar_with_damaged_start": (save_tar(*TWO, spoil=0), "a.tar", "complete tar", "bad checksum"),
+    "tar_with_binary_text": (save_tar(("0.txt", b"a\0")), "a.tar/0.txt", "byte 1 is a NUL"),
+    "tar_with_bad_json": (save_tar(("0.json", "{")), "a.tar/0.json:1 ", "not JSON"),
+    "tar_without_field": (save_tar(("0.json", "{}")), "a.tar/0.json:1 ", "field 'text'"),
+    "empty_tar": (save_tar(), "holds no text"),
     "mixed_folder": (save_folder(a_txt=GOOD, b_jsonl=GOOD), "a.txt", "b.jsonl"),
 }  # fmt: skip
 

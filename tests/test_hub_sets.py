@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from data_cases import tar_members, write_tar
 from hub_server import Hub, hub_in_use
 from huggingface_hub import constants
 from refusals import refused
@@ -105,13 +106,17 @@ def test_parquet_of_the_hub_equals_local_files(hub, tmp_path):
     assert open_datasets(files, seq_len=8)[0].fingerprint == train.fingerprint
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "txt"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "txt", "tar", "tar.gz"])
 def test_other_formats_and_a_named_split(hub, tmp_path, suffix):
     rows = texts(0)
     if suffix == "txt":
         (tmp_path / "set").mkdir()
         (tmp_path / "set" / "valid.txt").write_text(rows[0])
         rows = rows[:1]
+    elif "tar" in suffix:
+        (tmp_path / "set").mkdir()
+        write_tar(tmp_path / "set" / f"valid.{suffix}", tar_members(rows))
+        (tmp_path / "set" / "LICENSE.txt").write_text("words")
     else:
         write_lines(tmp_path / "set" / f"valid.{suffix}", rows)
     hub.store("datasets", "org/set", tmp_path / "set", OLD)

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from commands import ROOT, run_here
-from data_cases import sharding_on
+from data_cases import sharding_on, tar_members, write_tar
 from hub_server import Hub, hub_in_use
 from launched_job import workers_of
 from refusals import refused
 
-from jaxdist.data import DataConfig, Loader, hub_stream, open_datasets, resume_position
+from jaxdist.data import DataConfig, Loader, hub_stream, open_datasets, resume_position, tars
 from jaxdist.data import parquet as parquet_files
 from jaxdist.run.metrics_log import read_records
 from jaxdist.runtime import hub as hub_files
@@ -179,20 +179,24 @@ def test_held_out_rows_are_the_end_of_the_first_file(hub):
     assert held_out.rows(np.arange(2))["tokens"].shape == (2, SEQ_LEN) and not hub.sent
 
 
-def test_large_parquet_files_are_read_in_parts(hub, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_large_files_are_read_in_parts(hub, monkeypatch, tmp_path, kind):
     texts = [f"text {i} " + "x" * (i % 300) for i in range(900)]
     (tmp_path / "rows").mkdir()
-    path = tmp_path / "rows" / "train.parquet"
-    parquet.write_table(pa.table({"text": texts}), path, row_group_size=30, compression=None)
+    path = tmp_path / "rows" / f"train.{kind}"
+    if kind == "tar":
+        write_tar(path, tar_members(texts))
+    else:
+        parquet.write_table(pa.table({"text": texts}), path, row_group_size=30, compression=None)
     hub.store("datasets", "org/rows", tmp_path / "rows", COMMIT)
     size = path.stat().st_size
     monkeypatch.setattr(hub_stream, "PART_BYTES", size // 9)
     monkeypatch.setattr(hub_files, "RETRY_S", ())
     monkeypatch.setattr(parquet_files, "_FOOTER_BYTES", 100)
+    monkeypatch.setattr(tars, "_MORE_BYTES", 700)
     source = {"sources": [f"hf://org/rows@{COMMIT}"], "packing": "best_fit"}
-    dataset = open_datasets(
-        DataConfig(**source, tokenizer="bytes", streaming=True, eval_fraction=0.0), seq_len=320
-    )[0]
+    config = DataConfig(**source, tokenizer="bytes", streaming=True, eval_fraction=0.0)
+    dataset = open_datasets(config, seq_len=320)[0]
     assert dataset.streams[0].num_shards == 9
     loader = Loader(dataset, global_batch_size=BATCH, seed=3, sharding=sharding_on("dp=2"))
     next(loader)
@@ -206,13 +210,17 @@ def test_large_parquet_files_are_read_in_parts(hub, monkeypatch, tmp_path):
             read += [bytes(tokens[segments == s].astype(np.uint8)) for s in set(segments) - {0}]
     loader.close()
     assert sorted(read) == sorted(text.encode() for text in texts)
-    assert hub.num_bytes < 2 * size  # one footer and its own row groups for each part
+    assert hub.num_bytes < 2 * size  # what each part needs, and a footer or the next header
+    undisturbed, _ = walk(dataset, 40)
+    _, state = walk(dataset, 17)
+    monkeypatch.setenv("JAXDIST_CACHE", str(Path.cwd() / "another host"))
+    resumed = open_datasets(config, seq_len=320)[0]
+    after, _ = walk(resumed, 23, mesh="fsdp=4", start=resume_position(state, resumed, seed=3))
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(after, undisturbed[17:], strict=True))
     path.write_bytes(path.read_bytes().replace(b"text 7 ", b"text 8 "))
     monkeypatch.setenv("JAXDIST_CACHE", str(Path.cwd() / "second"))
-    again = open_datasets(
-        DataConfig(**source, tokenizer="bytes", streaming=True, eval_fraction=0.0), seq_len=320
-    )[0]
-    with refused("train.parquet", "digest", "HF_ENDPOINT"):
+    again = open_datasets(config, seq_len=320)[0]
+    with refused(f"train.{kind}", "digest", "HF_ENDPOINT"):
         walk(again, 1)
 
 

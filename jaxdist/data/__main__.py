@@ -60,7 +60,7 @@ class PrepareConfig:
 
     sources: list[str] = setting(
         [],
-        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, as paths or URLs, "stdlib", '
+        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, .tar, as paths or URLs, "stdlib", '
         "or hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT] on the Hugging Face hub",
         required=True,
     )

@@ -43,9 +43,9 @@ class DataConfig:
     sources: list[str] = setting(
         ["stdlib"],
         'training data: "stdlib" (source text of this machine\'s Python standard library), or '
-        "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder "
-        "made by `jaxdist data`, token files of other projects (docs/data.md), a CIFAR-10 folder, "
-        "a data set of the Hugging Face hub as hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], "
+        "paths, URLs and globs of text files, folders, .jsonl[.gz|.zst], .parquet, .tar, a token "
+        "folder made by `jaxdist data`, token files of other projects (docs/data.md), a CIFAR-10 "
+        "folder, a data set of the Hugging Face hub as hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], "
         "or module:function for your own rows (see jaxdist/data/custom.py)",
     )
     mixture_weights: list[float | str] = setting(
@@ -82,7 +82,7 @@ class DataConfig:
     streaming: bool = setting(
         False,
         "train on hf:// sources while they are downloaded: shards (files, or parts of 64 MB of "
-        "Parquet files) are tokenized ahead of training and deleted after it, so that the "
+        "Parquet and tar files) are tokenized ahead of training and deleted after it, so that the "
         "complete data set is never on disk. The held-out fraction is that of the first shard. "
         "Several sources need mixture_weights",
     )

@@ -1,4 +1,4 @@
-"""Stream documents from files: plain text, JSON lines and Parquet; long texts come in pieces."""
+"""Stream documents from files: text, JSON lines, Parquet and tars; long texts come in pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from jaxdist.data.files import DataFile, kind_of, open_file, read_errors
 from jaxdist.data.parquet import read_columns
+from jaxdist.data.tars import Member, read_members
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
@@ -60,16 +61,26 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
                 "to .jsonl or .txt."
             )
         with open_file(path) as raw, _decompressed(path, raw) as stream:
-            if kind == "lines":
-                yield from _read_lines(path, stream, raw, text_field)
-            else:
-                yield from _read_text(path, stream, raw)
+            for name, kind, content in _members(path, stream, texts=True):
+                if kind == "lines":
+                    yield from _read_lines(name, content, raw, text_field)
+                else:
+                    yield from _read_text(name, content, raw)
+
+
+def _members(path: DataFile, stream: BinaryIO, *, texts: bool) -> Iterator[Member]:
+    """Yield a file, or the members of a tar; see `read_members`."""
+    kind = kind_of(path)
+    if kind == "tar":
+        yield from read_members(path, stream, texts=texts)
+    else:
+        yield Member(str(path), kind, stream)
 
 
 def read_records(
     path: DataFile, columns: list[str], is_unread: Callable[[str], bool] | None = None
 ) -> Iterator[Record]:
-    """Yield the records of one file: JSON lines, or Parquet with at least `columns`.
+    """Yield the records of one file: JSON, or Parquet with at least `columns`.
 
     Other columns of Parquet are read if `is_unread` returns false for their names.
     """
@@ -79,19 +90,19 @@ def read_records(
             fix = "data.records determines the required columns."
             yield from _parquet_rows(path, columns, fix, texts=False, is_unread=is_unread)
             return
-        if kind != "lines":
-            raise ConfigError(
-                f"{str(path)!r} is not .jsonl or .parquet: data.records needs such "
-                "files. Change data.sources, or use data.records=text."
-            )
         with open_file(path) as raw, _decompressed(path, raw) as stream:
-            for number, value in _json_lines(path, stream):
-                source = f"{path}:{number}"
-                if not isinstance(value, dict):
+            for name, kind, content in _members(path, stream, texts=False):
+                if kind != "lines":
                     raise ConfigError(
-                        f"{source} is not an object but {type(value).__name__}. Repair the line."
+                        f"{name!r} is not .jsonl or .parquet: data.records needs such "
+                        "files. Change data.sources, or use data.records=text."
                     )
-                yield Record(value, source, raw.tell())
+                for number, value in _json_lines(name, content):
+                    source = f"{name}:{number}"
+                    if not isinstance(value, dict):
+                        what = type(value).__name__
+                        raise ConfigError(f"{source} is not an object but {what}. Repair the line.")
+                    yield Record(value, source, raw.tell())
 
 
 _OF_RECORDS = {"messages", "conversations", "instruction", "prompt", "completion"}
@@ -100,6 +111,9 @@ _OF_RECORDS = {"messages", "conversations", "instruction", "prompt", "completion
 def is_text(path: DataFile, text_field: str) -> bool:
     """Return whether a file is text, or its first record has `text_field` and no answer."""
     kind = kind_of(path)
+    if kind == "tar":
+        with read_errors(path), open_file(path) as raw, _decompressed(path, raw) as stream:
+            kind = next((one.kind for one in read_members(path, stream, texts=False)), "text")
     if kind not in ("parquet", "lines"):
         return kind == "text"
     first = next(read_records(path, []), None)
@@ -143,7 +157,7 @@ class _Expanded(io.RawIOBase):
         return count
 
 
-def _decode(path: DataFile, data: bytes, start: int, line: int | None = None) -> str:
+def _decode(path: DataFile | str, data: bytes, start: int, line: int | None = None) -> str:
     try:
         text = data.decode("utf-8")
         if "\0" not in text:
@@ -186,7 +200,7 @@ def _is_json_lines(data: bytes) -> bool:
         return len(first) == 1 and is_long and bool(starts)
 
 
-def _read_text(path: DataFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
+def _read_text(path: str, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
     held, start = b"", 0
     while True:
         block = stream.read(PIECE_BYTES)
@@ -223,7 +237,7 @@ def _cut_position(data: bytes) -> int:
     return at
 
 
-def _read_lines(path: DataFile, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[TextPiece]:
+def _read_lines(path: str, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[TextPiece]:
     for number, record in _json_lines(path, stream):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -247,7 +261,7 @@ def _other_kind(record: Any) -> str:
     return ""
 
 
-def _json_lines(path: DataFile, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Yield number (from 1) and value of each non-blank line."""
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:

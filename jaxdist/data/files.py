@@ -247,7 +247,8 @@ def content_digest(files: Iterable[DataFile]) -> str:
 
 
 def kind_of(path: DataFile) -> str:
-    """Return the kind of a file by its suffix: "lines" of JSON, "parquet", "json" or "text"."""
+    """Return the kind of a file: "lines" of JSON, "parquet", "json", "tar" or "text"."""
     suffixes = [s for s in PurePosixPath(path.name).suffixes if s not in (".gz", ".zst")]
-    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}
+    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+    kinds |= {".json": "json", ".tar": "tar"}
     return kinds.get(suffixes[-1].lower(), "text") if suffixes else "text"

@@ -34,9 +34,9 @@ _SOURCE = re.compile(
     rf"(@(?P<revision>[A-Za-z0-9][\w./-]*))?(:(?P<split>[\w.+-]+))?"
 )
 _FORMATS = [
-    re.compile(rf".*\.({kind})(\.gz|\.zst)?") for kind in ("parquet", "jsonl|ndjson", "txt")
+    re.compile(rf".*\.({kind})(\.gz|\.zst)?") for kind in ("parquet", "jsonl|ndjson", "tar", "txt")
 ]
-_UNREAD = re.compile(r".*\.(json|csv|tsv|arrow|tar|zip)(\.gz|\.zst)?")
+_UNREAD = re.compile(r".*\.(json|csv|tsv|arrow|zip)(\.gz|\.zst)?")
 _SPLITS = {
     "train": "train|training",
     "validation": "validation|valid|val|dev",
@@ -52,7 +52,7 @@ class HubFile:
     Attributes:
         repo: ORG/NAME@COMMIT.
         tag: digest of its content.
-        part: number of this part of a Parquet file, below `num_parts`.
+        part: number of this part of a Parquet or tar file, below `num_parts`.
     """
 
     repo: str
@@ -75,8 +75,8 @@ class HubFile:
         with waiting(f"downloading {self}"):  # another thread may download it already
             return hub.fetch_file(self.repo, self.path, _counting_bar(None))
 
-    def row_groups(self, count: int) -> range:
-        """Return the row groups of this part, of a Parquet file with `count` of them."""
+    def share(self, count: int) -> range:
+        """Return the row groups or blocks of this part, of a file with `count` of them."""
         starts = [count * part // self.num_parts for part in (self.part, self.part + 1)]
         return range(*starts)
 
@@ -84,6 +84,12 @@ class HubFile:
         """Download the file to a folder, unless it is in the hub's cache; return its path."""
         bar = _counting_bar(None)
         return hub.patiently(lambda: hub.fetch_file(self.repo, self.path, bar, folder))
+
+    def create_empty(self, local: Path) -> None:
+        """Create a file of the same size, which takes no space on most file systems."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with local.open("wb") as new:
+            new.truncate(self.num_bytes)
 
     def download_range(self, start: int, length: int, local: Path) -> None:
         """Download a range of bytes and write it at the same offset of an existing file."""
@@ -163,8 +169,8 @@ def hub_files(source: str) -> list[HubFile]:
     if unread:
         kinds = sorted({PurePosixPath(path).suffix for path in unread})
         raise ConfigError(
-            f"data source {source!r} has {', '.join(kinds)} files: Parquet, .jsonl and .txt are "
-            "read. The hub has a Parquet copy of most data sets: use "
+            f"data source {source!r} has {', '.join(kinds)} files: Parquet, .jsonl, .txt and .tar "
+            "are read. The hub has a Parquet copy of most data sets: use "
             f"hf://{parts.repo}/{parts.config or 'default'}@refs/convert/parquet"
         )
     hub.check_access(parts.name, paths[0])

@@ -1,9 +1,9 @@
 """Stream data sets of the hub: shards are tokenized ahead of training and deleted after it.
 
-A shard is a file of the data set at its commit, or a part of a Parquet file; rows do not cross
-shards. The cache folder has the tokens of the shards in use, DIR/000012, with a lock that their
-readers share. The first process of a host that locks a missing shard downloads and tokenizes it;
-the last one to leave deletes it.
+A shard is a file of the data set at its commit, or a part of a Parquet or tar file; rows do not
+cross shards. The cache folder has the tokens of the shards in use, DIR/000012, with a lock that
+their readers share. The first process of a host that locks a missing shard downloads and tokenizes
+it; the last one to leave deletes it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jaxdist.data.hub_sets import HubFile, hub_files
 from jaxdist.data.order import Order, keys_of, permute
 from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, text_fields
 from jaxdist.data.parquet import download_row_groups
+from jaxdist.data.tars import download_samples
 from jaxdist.runtime import hub
 from jaxdist.runtime.progress import waiting
 from jaxdist.settings import ConfigError
@@ -38,7 +39,7 @@ SHARD_ROWS = 1 << 32
 """Row r of shard i has number i * SHARD_ROWS + r."""
 
 PART_BYTES = 64 << 20
-"""Parquet files are divided into parts of about this size."""
+"""Parquet files and uncompressed tars are divided into parts of about this size."""
 
 _NUM_THREADS = 4
 """Shards that are downloaded concurrently; one of them is tokenized, on all cores."""
@@ -124,6 +125,13 @@ class StreamedPart:
                 f"data.eval_fraction={self._held}, set it to 0, or use a smaller seq_len."
             )
         return [] if held_out is None else [held_out]
+
+    def origin(self, row: int) -> tuple[str, int]:
+        """Return the file of a row, with the part that is a shard, and its number in the shard."""
+        shard, number = divmod(row, SHARD_ROWS)
+        file = self._files[shard]
+        part = f", part {file.part + 1} of {file.num_parts}" if file.num_parts > 1 else ""
+        return f"{file}{part}", number
 
     def count(self, shard: int) -> int:
         """Return the number of training rows of a shard; tokenize it if they are not counted."""
@@ -230,7 +238,8 @@ class StreamedPart:
                 local = file.download_to(raw)
             else:
                 local = raw / file.name
-                download_row_groups(file, local)
+                download = download_row_groups if kind_of(file) == "parquet" else download_samples
+                download(file, local)
             if file.num_parts == 1:
                 hub.check_digest(str(file), _digest_of(local, file.tag), file.tag)
             with _tokenizing:
@@ -260,7 +269,8 @@ def open_streamed(
 
 
 def _parts_of(file: HubFile) -> list[HubFile]:
-    count = max(1, file.num_bytes // PART_BYTES) if kind_of(file) == "parquet" else 1
+    has_parts = kind_of(file) == "parquet" or file.name.endswith(".tar")
+    count = max(1, file.num_bytes // PART_BYTES) if has_parts else 1
     return [dataclasses.replace(file, part=part, num_parts=count) for part in range(count)]
 
 

@@ -61,7 +61,7 @@ def read_columns(
             read = [i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(prefixes)]
             groups = list(enumerate(_read_groups(stream, size)))
             if isinstance(path, HubFile):
-                groups = [groups[number] for number in path.row_groups(len(groups))]
+                groups = [groups[number] for number in path.share(len(groups))]
             for group, chunks in groups:
                 pages = [_check_pages(path, leaves[i], chunks[i], stream) for i in read]
                 rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(pages, default=1)))
@@ -84,15 +84,10 @@ def read_columns(
 
 
 def download_row_groups(file: HubFile, local: Path) -> None:
-    """Download the footer and the row groups of a part of a file, at their places in a new file.
-
-    The rest of the new file is empty, and takes no space on most file systems.
-    """
+    """Download footer and row groups of a part, at their places in a new file, empty elsewhere."""
     import pyarrow.parquet as parquet
 
-    local.parent.mkdir(parents=True, exist_ok=True)
-    with local.open("wb") as new:
-        new.truncate(file.num_bytes)
+    file.create_empty(local)
     length = min(file.num_bytes, _FOOTER_BYTES)
     file.download_range(file.num_bytes - length, length, local)
     with local.open("rb") as stream:
@@ -104,7 +99,7 @@ def download_row_groups(file: HubFile, local: Path) -> None:
         about = parquet.read_metadata(local)
     except Exception:  # reading the rows reports it
         return
-    groups = [about.row_group(number) for number in file.row_groups(about.num_row_groups)]
+    groups = [about.row_group(number) for number in file.share(about.num_row_groups)]
     chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
     if chunks:
         starts = [
