@@ -150,9 +150,9 @@ def run(
         code = train(session)
     # 5. Process 0 exports the last checkpoint.
     if code == runtime.EXIT_OK and config.checkpoint.export == "hf" and job.process_id == 0:
-        from jaxdist.tools.convert.after_training import export_run
+        from jaxdist.tools.convert.checkpoint_export import export_checkpoint
 
-        log.info("%s", export_run(directory.path))
+        log.info("%s", export_checkpoint(directory.path))
     return code
 
 

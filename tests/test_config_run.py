@@ -292,7 +292,7 @@ NUM_SETTINGS = {
     "precision": 3,
     "data": 16,  # streaming, and the files of its shuffle buffer
     "eval": 9,  # patience: early stopping; tasks, task_folder, task_limit: lm-eval
-    "checkpoint": 11,  # export: the format to export after the last step
+    "checkpoint": 12,  # export and its interval: formats to export, and when
     "monitoring": 6,
     "resilience": 7,  # spot_notices: which cloud to poll
     "runtime": 5,

@@ -100,6 +100,8 @@ class Checkpointer:
         self._is_held = False
         self._group.decide(self._clean)
         self._reader.commit()
+        if self._group.is_leader:
+            self._saver.exports.resume(self._saver.resumed_from or 0)
         if self._local is not None:
             self._local.clean()
             if (step := self._saver.resumed_from) is not None and step >= 0:
@@ -151,13 +153,18 @@ class Checkpointer:
         if force or not self.config.in_background:
             self._saver.wait()
 
-    def wait(self) -> bool:
-        """Wait for the current save; return whether the last requested save is committed."""
+    def wait(self, *, exports: bool = False) -> bool:
+        """Wait for the current save; return whether the last requested save is committed.
+
+        With `exports`, also wait for the exports of the committed checkpoints.
+        """
         self._saver.wait()
+        if exports:
+            self._saver.exports.wait()
         return self._saver.last_committed
 
     def close(self) -> None:
-        """Finish the current save, stop the threads, release the lock."""
+        """Finish the current save, stop the current export, stop the threads, release the lock."""
         try:
             with waiting("finishing the save"):
                 if self._preflight is not None:
@@ -176,7 +183,8 @@ class Checkpointer:
 
         `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
         in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
-        bytes), `preflight` (seconds). Of local saves: `local_save` (step, blocked_s, written_s,
+        bytes), `preflight` (seconds), on process 0 `export` (step, seconds) and `export_failed`
+        (step, reason). Of local saves: `local_save` (step, blocked_s, written_s,
         bytes), `local_save_failed` (step, reason), `local_save_skipped` (step),
         `local_save_damaged` (step, process, reason).
         """

@@ -49,6 +49,12 @@ class CheckpointConfig:
         "hf = after the last step, also write the weights in Hugging Face's format (of adapters: "
         "in PEFT's) to export/STEP in the run directory, as convert to-hf and to-peft do",
     )
+    export_interval_steps: int = setting(
+        0,
+        "also export each saved checkpoint whose step is a multiple of this, in the background; a "
+        "multiple of save_interval_steps; 0 = only the last one",
+        ge=0,
+    )
     local_dir: str = setting(
         "",
         "directory on each host's own disk for frequent saves between those of the run directory, "
@@ -69,6 +75,11 @@ class CheckpointConfig:
         """Return whether training continues during a write."""
         # With an interval of one step, no extra save halfway is possible.
         return self.async_save and self.save_interval_steps != 1
+
+    @property
+    def exports_saves(self) -> bool:
+        """Return whether checkpoints are exported during training."""
+        return self.export != "none" and self.export_interval_steps > 0
 
     @property
     def best(self) -> tuple[str, int]:
@@ -93,6 +104,20 @@ class CheckpointConfig:
             errors.append(
                 f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric "
                 "and a number from 1 on. Use e.g. loss:3 or accuracy:1, or none."
+            )
+        every, export_every = self.save_interval_steps, self.export_interval_steps
+        if export_every and self.export == "none":
+            errors.append(
+                f"checkpoint.export_interval_steps={export_every} exports nothing, because "
+                "checkpoint.export=none. Use checkpoint.export=hf, or an interval of 0."
+            )
+        if export_every and (not every or export_every % every):
+            near = max(every, export_every // max(every, 1) * every)
+            fix = f"Use {near}, or save_interval_steps={export_every}."
+            errors.append(
+                f"checkpoint.export_interval_steps={export_every} is not a multiple of "
+                f"checkpoint.save_interval_steps={every}: only saved checkpoints are exported. "
+                f"{fix if every else f'Use save_interval_steps={export_every}.'}"
             )
         if is_url(self.local_dir):
             errors.append(

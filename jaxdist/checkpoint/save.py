@@ -5,7 +5,7 @@
     3. in the background: wait for arrays and checksums on all processes
     4. process 0 writes the document with names and checksums of the arrays
     5. compute the CRC-32 of every file, divided among the processes
-    6. process 0 writes the manifest, which commits the checkpoint
+    6. process 0 writes the manifest, which commits the checkpoint, and starts its export if due
     7. process 0 deletes the checkpoints that retention does not keep
 
 Process 0 makes all decisions. A failed save leaves a directory without a manifest.
@@ -19,7 +19,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.events import CheckpointError, EventLog, Outcome, make_group, one_line
+from jaxdist.checkpoint.exports import Exports
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.group import GivenUp
@@ -55,6 +56,7 @@ class Saver:
     Attributes:
         resumed_from: step that this run continues from, -1 for none; None after the first save,
             which marks newer checkpoints as superseded.
+        exports: exports of committed checkpoints.
         lock_lost: returns why this process must stop writing, or "" (`DirectoryLock.lost`).
     """
 
@@ -69,6 +71,7 @@ class Saver:
         self._group = group
         self._background = make_group()  # its own group, because each thread needs one
         self._events = events
+        self.exports = Exports(directory, config, events)
         self._writer = orbax_io.make_writer(directory, config)
         self._failures: list[Outcome] = []  # since the last committed save
         # One thread for all saves: starting a thread per save would block training for 2 ms.
@@ -130,6 +133,7 @@ class Saver:
         """Stop the threads of Orbax and of this saver."""
         self._thread.shutdown(wait=False)
         self._writer.close()
+        self.exports.close()
 
     def check_room(self, num_bytes: int) -> None:
         """Raise `CheckpointError` if the disk has less than `num_bytes` free."""
@@ -308,6 +312,7 @@ class Saver:
         self._events.saved(outcome)
         if self._background.is_leader:
             crash_point("after_manifest")
+            self.exports.committed(outcome.step)
             self._retain()
 
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
@@ -368,7 +373,7 @@ class Saver:
 
     def _delete_old(self) -> None:
         try:
-            not_kept = steps_to_delete(self.complete(), self._config)
+            not_kept = steps_to_delete(self.complete(), self._config, self.exports.unfinished)
         except OSError as error:
             self._events.log(f"old checkpoints could not be deleted: {one_line(error)}")
             return
@@ -405,14 +410,17 @@ def _first(errors: Sequence[str]) -> str:
     return next(filter(None, errors), "")
 
 
-def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
-    """Return the steps that no rule keeps, in increasing order.
+def steps_to_delete(
+    saved: Mapping[int, Saved], config: CheckpointConfig, in_use: Collection[int] = ()
+) -> list[int]:
+    """Return the steps that no rule keeps and that are not `in_use`, in increasing order.
 
     The newest `max_to_keep` are always kept. A halfway save does not count toward `max_to_keep`:
     unless another rule keeps it, it is kept only while it is the newest checkpoint.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
+    kept.update(in_use)
     kept.update([step for step in steps if not saved[step].halfway][-config.max_to_keep :])
     if config.keep_interval_steps:
         kept.update(step for step in steps if step % config.keep_interval_steps == 0)

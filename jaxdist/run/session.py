@@ -418,7 +418,7 @@ class Session:
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
         """Wait for the last save and write the summary; returns `code`, or 1 if the save failed."""
         with self.watchdog.phase("save"), waiting("finishing the save"):
-            committed = self.checkpointer.wait()
+            committed = self.checkpointer.wait(exports=code == runtime.EXIT_OK)
         self.watchdog.enter("end")
         self.loader.close()
         if committed and reason == ExitReason.FINISHED:

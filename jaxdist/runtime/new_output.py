@@ -21,8 +21,7 @@ def new_output(path: Path) -> Iterator[Path]:
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    partial = path.with_name(f".{path.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
+    partial = _partial(path)
     try:
         yield partial
         if path.is_file():
@@ -33,6 +32,18 @@ def new_output(path: Path) -> Iterator[Path]:
         raise
     finally:
         _remove(partial)
+
+
+def delete_output(path: Path) -> None:
+    """Delete a file or folder, if it exists, so that a kill leaves it complete or absent."""
+    with contextlib.suppress(FileNotFoundError):
+        partial = path.rename(_partial(path.absolute()))
+        _remove(partial)
+
+
+def _partial(path: Path) -> Path:
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    return path.with_name(f".{path.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
 
 
 def _remove_abandoned(path: Path) -> None:
