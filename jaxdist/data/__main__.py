@@ -98,7 +98,7 @@ class PrepareConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return the errors of settings that exclude each other."""
+        """Return the error message of settings that exclude each other; [] if there are none."""
         if self.train_bpe and self.tokenizer != "bytes":
             return [
                 f"--train-bpe makes a tokenizer, but --tokenizer is {self.tokenizer}. Remove one."
@@ -116,7 +116,10 @@ _UPLOADED_TOKENS = 1 << 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; raises `ConfigError` for user errors."""
+    """Make a folder of tokens, or the data of a shipped config (`prepare NAME`); return 0.
+
+    Raises `ConfigError` for user errors.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
         raise ConfigError(

@@ -54,6 +54,7 @@ class Held(NamedTuple):
     Attributes:
         rows: int64 [local], ascending: indices of rows in a batch.
         seq_indices: int64 [local_seq], ascending: indices into `device_order`; None = all.
+        spans: the positions of `seq_indices` in a row, as ranges; None = all.
     """
 
     rows: np.ndarray
@@ -62,7 +63,7 @@ class Held(NamedTuple):
 
 
 class TrainBatches(grain.MapDataset[Numbered]):
-    """Map a batch number to first sample and rows; depends on (data, seed, start, left_out)."""
+    """Map a batch number to its first sample and its rows, in the order of training."""
 
     def __init__(
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
@@ -88,10 +89,10 @@ class TrainBatches(grain.MapDataset[Numbered]):
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
-    """Map a batch number to rows in storage order, each row once; padding rows have weight 0."""
+    """Map a batch number to its first index and its rows, as stored; padding has weight 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
-        """Spread the rows of `max_batches` evenly over the dataset; read nothing yet."""
+        """Select every row once, or rows of `max_batches` batches spread evenly over the data."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._held = batch_size, held
@@ -116,13 +117,13 @@ class EvalBatches(grain.MapDataset[Numbered]):
 
 
 class StreamBatches(grain.IterDataset[Numbered]):
-    """Batches of a stream, in its order; the state is the stream's state and the next sample."""
+    """Iterable over first sample and rows of each batch of a stream, in the stream's order."""
 
     def __init__(
         self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
         batch_size: int, num_read: int, held: Held, start: int, left_out: Samples,
     ):  # fmt: skip
-        """Read nothing yet.
+        """Store the arguments; reading begins with the iterator.
 
         `rows` yields single rows; `stack` turns them into field name -> [rows, ...]. Each batch
         reads `num_read` rows of this process's shard and keeps the part for its devices. The first
@@ -183,7 +184,7 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """Return the part of a batch that is stored on `devices` (default: this process's devices).
+    """Return which rows and positions of a batch `devices` store (default: this process's).
 
     `sharding` is the sharding of rows and, if devices share rows, of positions.
     """
@@ -206,7 +207,7 @@ def part_held(
 
 
 def _spans(positions: np.ndarray) -> Spans:
-    """Return runs of consecutive positions, int64 [n]."""
+    """Return the ranges [start, stop) of consecutive numbers in `positions`, int64 [n]."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
@@ -223,7 +224,7 @@ def _held_of(
 def device_placer(
     fields: Fields, batch_size: int, held: Held, sharding: NamedSharding
 ) -> Callable[[Numbered], tuple[int, Batch]]:
-    """Return a function that makes a global batch on the devices from this process's part.
+    """Return a function that makes a global batch from the part that this process has read.
 
     It maps (first sample, name -> numpy [local, local_seq, ...]) to (first sample, name -> jax
     [batch, seq, ...]), with this `sharding` of rows and positions.
@@ -274,10 +275,10 @@ def read_ahead(
     num_workers: int = 0,
     state: dict | None = None,
 ) -> grain.DatasetIterator[U]:
-    """Iterate over batches that `to_devices` moves to the devices, in order, with prefetching.
+    """Return an iterator over `to_devices(batch)` of each batch, in order, with prefetching.
 
-    `num_workers` processes prepare batches of a `MapDataset`; 0 = the prefetching thread does. An
-    `IterDataset` continues from `state`, a result of `get_state()`.
+    A thread prepares up to `prefetch` batches in advance, with `num_workers` processes for a
+    `MapDataset` (0 = none). An `IterDataset` continues from `state`, a result of `get_state()`.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its absl flags; this package parses its own

@@ -26,13 +26,16 @@ _GROUP = 1 << 12
 
 
 class Runs(NamedTuple):
-    """Runs of rows with equal piece lengths: first row of each, int64 [runs + 1], and pieces."""
+    """Runs of rows with equal piece lengths.
+
+    `starts`: first row of each run, then the number of rows, int64 [runs + 1].
+    """
 
     starts: np.ndarray
     entries: list[Entries]
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """Return (length, first piece of that length, count) for each piece length in a row."""
+        """Return (length, index of the first piece of that length, number of pieces) for a row."""
         run = int(np.searchsorted(self.starts, row, side="right")) - 1
         index = row - int(self.starts[run])
         return [(length, first + index * n, n) for length, n, first in self.entries[run]]
@@ -41,8 +44,8 @@ class Runs(NamedTuple):
 def best_fit_runs(counts: np.ndarray, seq_len: int) -> Runs:
     """Place pieces into rows of `seq_len`, longest first, each into the fullest row that fits.
 
-    `counts` are the pieces of each length below `seq_len`, int64 [seq_len]. Many pieces of one
-    length are placed together: a row takes as many of them as fit.
+    `counts`, int64 [seq_len], is the number of pieces of each length. Many pieces of one length
+    are placed together: a row takes as many of them as fit.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -78,7 +81,7 @@ def best_fit_runs(counts: np.ndarray, seq_len: int) -> Runs:
 
 
 def count_long(corpus: Corpus, seq_len: int) -> tuple[int, int]:
-    """Return the number of documents that do not fit a row, and the tokens of the longest."""
+    """Return how many documents do not fit a row, and the tokens of the longest document."""
     count = longest = end = 0
     for at in range(0, corpus.num_documents, _BLOCK):
         lengths = np.diff(corpus.ends(at, at + _BLOCK).astype(np.int64), prepend=end)
@@ -89,7 +92,7 @@ def count_long(corpus: Corpus, seq_len: int) -> tuple[int, int]:
 
 
 def _from_row(entries: Entries, row: int) -> Entries:
-    """Return the pieces of a run of rows after its first `row` rows."""
+    """Return the entries of a run without its first `row` rows."""
     return tuple((length, count, first + row * count) for length, count, first in entries)
 
 
@@ -98,8 +101,8 @@ class BestFitPlan:
     """Pieces of each row for the documents of tokens [start, stop) of a corpus.
 
     Documents longer than a row are cut into full rows and a remainder, or left out with
-    `drop_long`. Pieces of cut documents without a token in the loss are dropped. Opening a plan
-    reads document ends once.
+    `drop_long`. If a piece of a cut document has no token in the loss, it is dropped. The first
+    access reads all document ends.
     """
 
     corpus: Corpus
@@ -110,11 +113,11 @@ class BestFitPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
+        """Number of rows."""
         return int(self._runs.starts[-1] + self._full_rows[-1]) - len(self._dropped[0])
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """Return first token and number of inputs of the pieces of a row."""
+        """Return (first token in the corpus, number of inputs) for each piece of a row."""
         full = row - int(self._runs.starts[-1])
         if full >= 0:
             return [(self._full_start(full), self.seq_len)]
@@ -127,7 +130,7 @@ class BestFitPlan:
         return pieces
 
     def _full_start(self, number: int) -> int:
-        """Return the index of the first token of a full row, a piece of a cut document."""
+        """Return the first token in the corpus of full row `number`, a piece of a cut document."""
         dropped = self._dropped[0]
         number += int(np.searchsorted(dropped - np.arange(len(dropped)), number, side="right"))
         group = int(np.searchsorted(self._full_rows, number, side="right")) - 1
@@ -142,12 +145,12 @@ class BestFitPlan:
 
     @functools.cached_property
     def _documents(self) -> tuple[int, int]:
-        """Indices of the first document, and of the one after the last."""
+        """Index of the first document of the plan, and of the one after its last."""
         first, last = self.corpus.ended_before([self.start + 1, self.stop])
         return int(first), int(last) + (self.stop > self.start)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield blocks of documents: first token, number of full rows, remainder length, [n]."""
+        """Yield first tokens, numbers of full rows and remainder lengths [n] of n documents."""
         begin, end = self._documents
         for at in range(first, min(last, end), _BLOCK):
             ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(
@@ -164,9 +167,9 @@ class BestFitPlan:
 
     @functools.cached_property
     def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of full rows without a token in the loss, and of documents; int64 [n] each.
+        """Indices, int64 [n] each, of the full rows and of the documents whose pieces are dropped.
 
-        The documents are those whose remainder has no token in the loss.
+        These full rows, and the remainders of these documents, have no token in the loss.
         """
         full_rows: list[int] = []
         rests: list[int] = []
@@ -188,7 +191,7 @@ class BestFitPlan:
         return np.array(full_rows, np.int64), np.array(rests, np.int64)
 
     def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield blocks of documents: index of the first, full rows, remainder lengths [block].
+        """Yield index of the first, numbers of full rows and remainder lengths [n] of n documents.
 
         Remainders without a token in the loss have length 0.
         """
@@ -211,7 +214,7 @@ class BestFitPlan:
 
     @property
     def _full_rows(self) -> np.ndarray:
-        """Number of full rows before each group of documents, then of all: int64 [groups + 1]."""
+        """Number of full rows before each `_GROUP` documents, then of all: int64 [groups + 1]."""
         return self._counted[1]
 
     @functools.cached_property

@@ -15,7 +15,10 @@ log = logging.getLogger("jaxdist")
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: in $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary one."""
+    """Return the folder `corpora` in $JAXDIST_CACHE, else ~/.cache/jaxdist, else a temporary one.
+
+    Raises `ConfigError` if $JAXDIST_CACHE cannot be written.
+    """
     named = os.environ.get("JAXDIST_CACHE")
     base = Path(named).expanduser() if named else _home() / ".cache" / "jaxdist"
     folder = base / "corpora"

@@ -56,22 +56,21 @@ Message = dict[str, str]
 
 
 class Weighted(NamedTuple):
-    """A document: `tokens` (unsigned) and `weights` (uint8, 1 = in the loss), both [length]."""
+    """A document: `tokens` (unsigned) and `weights` (uint8, 0 = not in the loss), both [length]."""
 
     tokens: np.ndarray
     weights: np.ndarray
 
 
 class BadRecord(ValueError):
-    """An error of a record; the caller adds file and line."""
+    """Raised for a wrong record; the caller adds file and line to the message."""
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
-    """Return the `messages` of a record; at least one must be the assistant's.
+    """Return the messages of a record, also of ShareGPT and Alpaca, as {"role", "content"}.
 
-    Records of ShareGPT and Alpaca are translated. With `answered=False` the last message must be
-    the user's. Raises `BadRecord` if `messages` is not a list of {"role", "content"} with text, or
-    if no token would be in the loss.
+    One must be the assistant's or, with `answered=False`, the last one the user's. Raises
+    `BadRecord` if this is not so, or `messages` is not a list of {"role", "content"} with text.
     """
     if "messages" not in record:
         record = _translated(record)
@@ -130,7 +129,7 @@ def _message_of(turn: Any) -> Any:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `BadRecord` if a message is not {"role", "content"} with text."""
+    """Raise `BadRecord` if a message has no role of `ROLES` or no text, or an answer is empty."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
@@ -152,7 +151,7 @@ def is_metadata(name: str) -> bool:
 
 
 def check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
-    """Raise `BadRecord` if fields with content are neither used nor metadata."""
+    """Raise `BadRecord` if a field that is not empty is neither in `used` nor metadata."""
     lost = [
         key
         for key, value in record.items()
@@ -199,7 +198,7 @@ class PlainTemplate:
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message], learned: Learned = "answers") -> Weighted:
-        """Return tokens and weights [length]; encode answers separately, as in generation."""
+        """Encode a conversation, [length]; answers are encoded separately, as in generation."""
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -218,7 +217,7 @@ class PlainTemplate:
         return _joined(parts)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return tokens uint32 [length] of a conversation, up to the assistant's answer."""
+        """Return tokens uint32 [length] of a conversation and the header of its answer."""
         return self.encode([*messages, {"role": "assistant", "content": ""}]).tokens[:-1]
 
 
@@ -272,7 +271,7 @@ class JinjaTemplate:
         return Weighted(tokens, weights)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Return tokens uint32 [length] up to the assistant's answer; raises `BadRecord`."""
+        """Return tokens uint32 [length] of messages and generation prompt; raises `BadRecord`."""
         return self._tokenizer.encode(self._rendered(messages, for_answer=True))
 
     def _answer_ends(self) -> frozenset[int]:
@@ -317,7 +316,7 @@ class JinjaTemplate:
     def _prompt_end(
         self, text: str, messages: Sequence[Message], after: int, start: int, stop: int
     ) -> int:
-        """Return the start of an answer whose content is `text[start:stop]`.
+        """Return the first character of an answer whose content is `text[start:stop]`.
 
         The answer starts after the generation prompt of the `messages` before it. If `text` does
         not start with this prompt, it starts after the prompt's header, such as
@@ -360,7 +359,7 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template that `data.chat_template` names.
 
-    It is "auto" (the tokenizer's template, else plain), "plain", or the path of a file.
+    It is "auto" (the tokenizer's template, else plain), "plain", or the path or URL of a file.
     """
     if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
         return PlainTemplate(tokenizer)

@@ -198,7 +198,7 @@ class DataConfig:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether records are conversations that share rows."""
+        """Return whether `data.records` is one of the kinds of conversations."""
         return self.records in LEARNED
 
     @property
@@ -208,7 +208,7 @@ class DataConfig:
 
     @functools.cached_property
     def packs_documents(self) -> bool:
-        """Return whether rows separate documents; reads only settings and corpus metadata."""
+        """Return whether attention and loss in a row stop at document boundaries."""
         if self.has_single_rows:
             return False
         if self.packing != "auto":
@@ -218,7 +218,7 @@ class DataConfig:
 
     @property
     def eval_sets(self) -> list[tuple[str, str]]:
-        """Set ("" = without a name) and source of each item of `eval_sources`."""
+        """(Name of the set, source) for each item of `eval_sources`; "" = no name."""
         return [split_set(item) for item in self.eval_sources]
 
     def problems(self) -> list[str]:
@@ -400,7 +400,7 @@ class DataConfig:
 
 
 def split_set(item: str) -> tuple[str, str]:
-    """Return the set and the source of an item of `data.eval_sources`; "" = without a name."""
+    """Return (name of the set, source) of an item of `data.eval_sources`; "" = no name."""
     match = _NAMED_SET.fullmatch(item)
     if match is None or Path(item).expanduser().exists():  # a path with an equals sign
         return "", item
@@ -437,7 +437,7 @@ def _is_file(path: str) -> bool:
 
 
 def source_exists(source: str) -> bool:
-    """Return whether a path or URL exists; True if that is checked elsewhere: globs and hub."""
+    """Return whether a path or URL exists; True for globs and hub names, checked elsewhere."""
     if glob.has_magic(source) or is_hub_set(source):
         return True
     return locate(source).exists() if is_url(source) else Path(source).expanduser().exists()
@@ -470,7 +470,7 @@ _stored_about = functools.lru_cache(_about)  # settings are read often, and each
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """Return the `DataConfig` settings of a token folder, and its vocabulary size; else None."""
+    """Return the settings that made a token folder, and its vocabulary size; None if it is none."""
     about = about_tokens(source)
     if about is None:
         return None

@@ -64,7 +64,7 @@ _WEIGHT_DTYPE = np.dtype("u1")
 class Corpus:
     """A tokenized corpus, opened but not read.
 
-    `weighted`: some tokens have weight 0. `records`: their kind, as in `data.records`.
+    `weighted`: whether weights are stored (else all are 1). `records`: as in `data.records`.
     `fingerprint`: digest of tokens, weights and document ends, independent of shards and path.
     """
 
@@ -119,7 +119,7 @@ class Corpus:
         return np.fromfile((self.folder / "documents.bin").path, "<u8", count, offset=8 * first)
 
     def ended_before(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return how many documents end before each token, int64 [n]."""
+        """Return the number of document ends that are below each of `tokens`, int64 [n]."""
         # A key of another dtype would convert all ends.
         return np.searchsorted(self.document_ends, np.array(tokens, np.uint64), side="left")
 
@@ -147,7 +147,7 @@ class Corpus:
         return self._requests.map(lambda range: self.tokens(*range), bounds)
 
     def weights(self, start: int, stop: int) -> np.ndarray:
-        """Return 1 for each learned token of [start, stop), else 0; uint8 [stop - start]."""
+        """Return the weights of tokens [start, stop), 0 = not learned; uint8 [stop - start]."""
         if not self.weighted:
             return np.ones(stop - start, _WEIGHT_DTYPE)
         return self._part(self._held_weights, start, stop)
@@ -207,7 +207,7 @@ def write_corpus(
 
 
 def write_shard(file: DataFile, folder: Path, encoder: Encoder) -> None:
-    """Tokenize one file into a new folder, atomically; it may hold no text."""
+    """Tokenize one file, which may have no text, into a new folder, atomically."""
     with new_output(folder) as partial:
         partial.mkdir()
         _fill(partial, [file], encoder, SHARD_TOKENS)
@@ -220,7 +220,7 @@ def corpus_key(files: Sequence[DataFile], encoder: Encoder) -> str:
 
 
 def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> Corpus:
-    """Return the corpus of files, tokenized on first use and cached by `source_digest`."""
+    """Return the corpus of files, tokenized on first use and cached under `corpus_key`."""
     key = corpus_key(files, encoder)
     root = cache_folder()
     folder = root / key
@@ -250,7 +250,7 @@ def _in_parts(files: Sequence[DataFile]) -> list[list[DataFile]]:
 def _fill_parts(
     work: Path, parts: list[list[DataFile]], encoder: Encoder, shard_tokens: int
 ) -> list[Path]:
-    """Tokenize each part into a folder in `work`; return the folders. Complete ones are kept."""
+    """Tokenize each part into a folder in `work`, unless it is complete; return the folders."""
     key = corpus_key([file for part in parts for file in part], encoder)
     for other in work.glob("*"):
         if other.name != key:  # of other files or settings
@@ -274,7 +274,7 @@ def _fill_parts(
 
 
 def _join(folder: Path, parts: Sequence[Path], encoder: Encoder) -> None:
-    """Make one corpus of several; it shares their files of tokens if the file system allows."""
+    """Join the corpora `parts` to a corpus `folder`, with hard links to their files if possible."""
     abouts = [_read_about(locate(part)) for part in parts]
     digests = {stem: hashlib.sha256() for stem in ("tokens", "weights")}
     shards: dict[str, list[dict[str, Any]]] = {"tokens": [], "weights": []}
@@ -353,7 +353,7 @@ def _write_index(
 
 
 def corpus_digest(dtype: np.dtype[Any], tokens: Any, ends: np.ndarray) -> Any:
-    """Return a digest of all tokens (`tokens` is theirs) and of ends uint64 [num_documents]."""
+    """Return a hash of dtype, `tokens` (a hash of all tokens) and ends uint64 [num_documents]."""
     digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + tokens.digest())
     digest.update(ends.tobytes())
     return digest

@@ -47,7 +47,7 @@ def is_custom(source: str) -> bool:
 
 
 class CustomRows:
-    """Part of a dataset with a user's rows; `vocab_size` is the largest id in a few rows + 1."""
+    """Rows of a user as a `Part`; `vocab_size` is the largest id in a few rows + 1."""
 
     def __init__(self, source: Any, name: str):
         """Read a few rows of `source`, which has len() and [index], to infer the fields."""
@@ -69,21 +69,21 @@ class CustomRows:
         self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; makes complete rows, then selects `spans`."""
+        """Return rows of `indices` int64 [n], name -> [n, ...]; `spans` as in `Part.rows`."""
         numbers = np.asarray(indices).tolist()
         rows = [self._source[number] for number in numbers]
         return cut(stack_rows(rows, self.fields, self._name, indices), spans)
 
 
 class HuggingFaceRows:
-    """Rows with `input_ids` and, if present, `labels` and `attention_mask`; others are dropped.
+    """Convert rows with `input_ids` and, optionally, `labels` and `attention_mask`; ignore others.
 
     As in transformers, the label of each position is the token itself, -100 = not learned. Rows
     are padded at the end to `seq_len` inputs.
     """
 
     def __init__(self, source: Any, seq_len: int):
-        """Wrap `source`, which has len() and [index]."""
+        """Convert rows of `source`, which has len() and [index], when they are read."""
         self._source, self._seq_len = source, seq_len
 
     def __len__(self) -> int:
@@ -213,7 +213,7 @@ def fields_of(row: Mapping[str, Any], name: str) -> Fields:
 
 
 def digest_of(rows: Rows, text: str = "") -> str:
-    """Return a digest of a text and of rows [n, ...] by field."""
+    """Return a digest of `text` and of the names and values of all fields [n, ...]."""
     digest = hashlib.sha256(text.encode())
     for field, values in sorted(rows.items()):
         digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
@@ -252,7 +252,7 @@ def stack_rows(
 
 
 def _array_of(value: Any) -> np.ndarray:
-    """Return a field as an array [...]; ragged lists give an object scalar []."""
+    """Return a field as an array [...]; for a ragged list an array [] of None."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -294,7 +294,7 @@ def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
 def _unlike(
     name: str, which: str, row: Any, field: str, value: np.ndarray | None, shape: tuple[int, ...]
 ) -> str:
-    """Return the error of a missing row, or of a field [...] whose shape differs from `shape`."""
+    """Return the message for a missing row (None), or a field [...] whose shape is not `shape`."""
     if row is None:
         return (
             f"data source {name!r}: {which} is missing, as after a filter. Filter the records "

@@ -43,8 +43,8 @@ class Dataset:
 
     Attributes:
         parts: one per source.
-        names: source of each part of training data, evaluation set ("" = unnamed) of held-out
-            data; () = unnamed.
+        names: of each part, the source (training data) or the evaluation set (held-out data,
+            "" = unnamed); () = unnamed.
         weights: share of each part in training; empty = in proportion to size.
         stages: mixtures that replace `weights`, if the mixture changes.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
@@ -64,7 +64,7 @@ class Dataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch of all parts."""
+        """Number of rows of all parts, which is an epoch."""
         return sum(part.num_rows for part in self.parts)
 
     @property
@@ -78,7 +78,7 @@ class Dataset:
         return _digest(self.identity)
 
     def fingerprint_at(self, sample: int) -> str:
-        """Return the fingerprint of the data up to a sample, without later stages."""
+        """Return the fingerprint without the stages of the mixture that begin after `sample`."""
         return _digest(_identity_until(self.identity, sample + 1)) if self.stages else self._print
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Dataset:
         return gather_rows(part_of, lambda part, of: self.parts[part].rows(offsets[of], spans))
 
     def part_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the part of each row and its row number there, int64 [n] from int64 [n]."""
+        """Return part, and row number in it, of each of `indices` int64 [n]; int64 [n] each."""
         starts = np.cumsum([0] + [part.num_rows for part in self.parts])
         part_of = np.searchsorted(starts, indices, side="right") - 1
         return part_of, indices - starts[part_of]
@@ -121,7 +121,7 @@ class Dataset:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """UTF-8 bytes of each token, float32 [vocab]; None if unknown."""
+        """Number of UTF-8 bytes of each token, float32 [vocab]; None if unknown."""
         return None if self._is_custom or self.tokenizer is None else self.tokenizer.token_bytes
 
     @property
@@ -148,11 +148,11 @@ class Dataset:
 
     @property
     def streams(self) -> dict[int, StreamedPart]:
-        """Parts of a number of rows that is not yet known, by index."""
+        """The streamed parts by index in `parts`; their numbers of rows are not yet known."""
         return {n: part for n, part in enumerate(self.parts) if isinstance(part, StreamedPart)}
 
     def order(self, seed: int, *, ahead: bool = False) -> Order:
-        """Return the order of rows in training; `ahead` prepares streamed rows in its order."""
+        """Return the order of rows in training; with `ahead`, using it prepares the next shards."""
         sizes = [part.num_rows for part in self.parts]
         about = (sizes, self.weights, seed, self.rows_per_example, self.stages)
         if self.streams:
@@ -160,7 +160,7 @@ class Dataset:
         return Order(*about)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
-        """Return this dataset with an order that keeps groups of adjacent rows together."""
+        """Return this dataset with orders that keep each group of adjacent rows together."""
         if any(part.num_rows % rows_per_example for part in self.parts):
             sizes = ", ".join(str(part.num_rows) for part in self.parts)
             raise ConfigError(
@@ -380,7 +380,7 @@ def _packing(
 
 
 def _text_sources(config: DataConfig, sources: list[str]) -> set[str]:
-    """Return the sources of plain text, every token of which is learned, next to records.
+    """Return the sources of plain text among sources of records; all their tokens are learned.
 
     Their files are text, or their first record has a text and no conversation or completion.
     """

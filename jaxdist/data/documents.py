@@ -29,7 +29,7 @@ _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """Part of a document; `last`: the final part; `position`: bytes of the file read so far."""
+    """Part of a document; `last`: if it is the last; `position`: bytes of the file read so far."""
 
     text: str
     last: bool
@@ -69,7 +69,7 @@ def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
 
 
 def _members(path: DataFile, stream: BinaryIO, *, texts: bool) -> Iterator[Member]:
-    """Yield a file, or the members of a tar; see `read_members`."""
+    """Yield the file itself, or for a tar its samples as in `read_members`."""
     kind = kind_of(path)
     if kind == "tar":
         yield from read_members(path, stream, texts=texts)
@@ -109,7 +109,7 @@ _OF_RECORDS = {"messages", "conversations", "instruction", "prompt", "completion
 
 
 def is_text(path: DataFile, text_field: str) -> bool:
-    """Return whether a file is text, or its first record has `text_field` and no answer."""
+    """Return whether a file is text, or its first record has a text and no prompt or answer."""
     kind = kind_of(path)
     if kind == "tar":
         with read_errors(path), open_file(path) as raw, _decompressed(path, raw) as stream:
@@ -262,7 +262,7 @@ def _other_kind(record: Any) -> str:
 
 
 def _json_lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Yield number (from 1) and value of each non-blank line."""
+    """Yield line number (from 1) and parsed JSON of each line that is not blank."""
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:
             raise ConfigError(

@@ -39,8 +39,8 @@ class Chunk:
     Attributes:
         tokens: unsigned [length].
         weights: uint8 [length], 1 if a token is learned; None = all are.
-        ends: uint64, exclusive ends of documents inside `tokens`.
-        position: bytes of all stored files read so far.
+        ends: uint64, for each document that ends in `tokens` the index after its last token.
+        position: bytes read so far of all files, as stored.
     """
 
     tokens: np.ndarray
@@ -110,7 +110,7 @@ class RecordEncoder:
         template: ChatTemplate | None,
         text_field: str = "text",
     ):
-        """Encode records of a kind; completions and `text_label` need no template."""
+        """Prepare to encode records of a kind; completions and `text_label` need no template."""
         self.tokenizer, self.template, self.records = tokenizer, template, records
         self._text_field = text_field
         fingerprint = text_field if template is None else template.fingerprint
@@ -188,7 +188,7 @@ def _rules(tokenizer: Tokenizer) -> list[str]:
 def _batches(
     files: Sequence[DataFile], read: Callable[[DataFile], Iterator[tuple[T, int, int]]], limit: int
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield (items of about size `limit`, bytes read); `read` yields (item, size, bytes read)."""
+    """Yield (items of total size ~`limit`, bytes read); `read` yields (item, size, bytes read)."""
     held: list[T] = []
     total, before = 0, 0
     for path in files:

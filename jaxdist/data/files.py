@@ -232,7 +232,7 @@ def source_digest(files: Sequence[DataFile]) -> str:
 
 
 def changed_objects(files: Iterable[DataFile], sources: Iterable[str]) -> list[str]:
-    """Return the objects among the files that have changed since `sources` were listed."""
+    """Return the URLs of the objects among `files` that a new listing of `sources` lacks."""
     current = {file for source in sources if is_url(source) for file in find_files(source)}
     return [str(file) for file in files if isinstance(file, StoredFile) and file not in current]
 

@@ -76,7 +76,7 @@ class HubFile:
             return hub.fetch_file(self.repo, self.path, _counting_bar(None))
 
     def share(self, count: int) -> range:
-        """Return the row groups or blocks of this part, of a file with `count` of them."""
+        """Return which of the `count` row groups or blocks of the file belong to this part."""
         starts = [count * part // self.num_parts for part in (self.part, self.part + 1)]
         return range(*starts)
 
@@ -106,7 +106,7 @@ class HubFile:
 
 @dataclasses.dataclass(frozen=True)
 class HubSet:
-    """The parts of a source's name; an empty one takes its default."""
+    """The parts of a source's name; "" = the default."""
 
     repo: str
     config: str
@@ -146,7 +146,7 @@ def without_commit(source: str) -> str:
 
 
 def pin_commit(source: str) -> str:
-    """Return a source with its revision replaced by the current commit on the hub."""
+    """Return a source with its revision replaced by the commit that it names on the hub now."""
     parts = parse_hub_set(source)
     commit = hub.with_commit(parts.name, "dataset").partition("@")[2]
     return str(dataclasses.replace(parts, revision=commit))
@@ -191,7 +191,7 @@ def _listed(name: str) -> dict[str, tuple[int, str]]:
 
 
 def _select(parts: HubSet, source: str, paths: list[str], card: dict[str, Any]) -> list[str]:
-    """Return the paths of the config and split."""
+    """Return those of `paths` that belong to config and split; `card` is README metadata."""
     entries = [e for e in card.get("configs") or [] if "data_files" in e or "data_dir" in e]
     names = [str(entry.get("config_name", "default")) for entry in entries]
     folder = parts.config
@@ -263,7 +263,7 @@ def _chosen(parts: HubSet, source: str, splits: dict[str, list[str]]) -> list[st
 
 @contextlib.contextmanager
 def downloading(files: Sequence[Any]) -> Iterator[None]:
-    """Download the hub's files among `files` in order, in the background.
+    """In this block, download the hub's files among `files` in order, in the background.
 
     Errors are reported when a file is opened. A kill keeps the finished part of each file.
     """

@@ -127,20 +127,20 @@ class StreamedPart:
         return [] if held_out is None else [held_out]
 
     def origin(self, row: int) -> tuple[str, int]:
-        """Return the file of a row, with the part that is a shard, and its number in the shard."""
+        """Return the shard of a row, as "FILE, part 1 of 3", and the number of the row in it."""
         shard, number = divmod(row, SHARD_ROWS)
         file = self._files[shard]
         part = f", part {file.part + 1} of {file.num_parts}" if file.num_parts > 1 else ""
         return f"{file}{part}", number
 
     def count(self, shard: int) -> int:
-        """Return the number of training rows of a shard; tokenize it if they are not counted."""
+        """Return the number of training rows of a shard; tokenize it if the number is unknown."""
         if self.counts[shard] < 0:
             self._get(shard)
         return self.counts[shard]
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]."""
+        """Return rows of `indices` int64 [n], name -> [n, ...]; `spans` as in `Part.rows`."""
         shards, offsets = np.divmod(indices, SHARD_ROWS)
         return gather_rows(shards, lambda one, of: self._get(one).rows.rows(offsets[of], spans))
 
@@ -316,7 +316,7 @@ class StreamOrder(Order):
         }
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
-        """Return the row of each sample; samples count within these parts, int64 [n]."""
+        """Return the example of each sample, int64 [n]; samples are numbered within these parts."""
         if parts[0] not in self._streams:
             return super()._group_rows(parts, samples)
         return self._starts[parts[0]] + self._streams[parts[0]].examples(samples)

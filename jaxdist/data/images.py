@@ -81,7 +81,7 @@ class Images:
         return f"images-{digest[:32]}-{self.scaling}"
 
     def rows(self, indices: np.ndarray, spans: object = None) -> dict[str, np.ndarray]:
-        """Return images float32 [n, 32, 32, 3], labels int32 [n] and weights 1 (`Part.rows`)."""
+        """Return rows: images float32 [n, 32, 32, 3], labels int32 [n], weights float32 [n] = 1."""
         images = self.pixels[indices].astype(np.float32)
         images = images / 127.5 - 1 if self.scaling == "half" else images / 255
         if self.scaling == "channel":
@@ -195,7 +195,7 @@ def _entry(batch: Any, name: bytes) -> Any:
 
 
 class _Refused(Exception):
-    """The pickle names an object that these files do not need."""
+    """Raised if a pickle names an object that batches of CIFAR-10 do not need."""
 
 
 class _StoredType:

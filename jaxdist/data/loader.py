@@ -168,12 +168,12 @@ class Loader:
         return self.ledger.links[-1].digest
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the dataset rows of the batch; for a stream, its sample numbers."""
+        """Return the row numbers of the batch at `first_sample`; for a stream, sample numbers."""
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def sources(self, link: Link) -> list[str]:
-        """Return the source of each row of a batch; [] if there is only one."""
+        """Return the source of each row of a batch; [] for a single source or a stream."""
         if self._order is None or not isinstance(self._dataset, Dataset):
             return []
         names = self._dataset.names
@@ -202,7 +202,7 @@ def eval_batches(
     sharding: NamedSharding,
     max_batches: int | None = None,
 ) -> Iterator[Batch]:
-    """Return batches of all rows in storage order; padding rows have weight 0.
+    """Return an iterator over batches of all rows, as stored; padding rows have weight 0.
 
     With `max_batches`, at most that many, of rows spread evenly over the dataset. A batch is name
     -> [global_batch_size, ...], placed by the sharding.
@@ -215,7 +215,7 @@ def eval_batches(
 def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
-    """Yield batches [batch_size, ...] of every row once, or `max_batches`, prefetched."""
+    """Yield the batches of `eval_batches`, [batch_size, ...], prefetched."""
     from jaxdist.data.batches import EvalBatches, device_placer, part_held, read_ahead
 
     held = part_held(sharding, batch_size, dataset.fields)
@@ -238,8 +238,8 @@ def resume_position(
 ) -> Position:
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
-    The mixture may change from the position on. If the data before the position changed, begin at
-    the first sample with `restarts`, and raise `ConfigError` without.
+    The mixture may change from the position on. If the seed or the data before the position
+    changed, return the first sample with `restarts`, and raise `ConfigError` without.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -296,7 +296,7 @@ def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None
 
 
 def check_same_everywhere(dataset: TrainData) -> None:
-    """Check that all processes of the job opened the same data; a collective call."""
+    """Raise `ConfigError` unless all processes opened the same data; a collective call."""
 
     def compare(fingerprints: list[Any]) -> None:
         if other := [str(i) for i, value in enumerate(fingerprints) if value != fingerprints[0]]:
@@ -327,7 +327,7 @@ def _own_state(
 def _every_state(
     state: dict[str, Any], shard: tuple[int, int], *, everywhere: bool
 ) -> list[dict[str, Any]]:
-    """Return the states by shard; [] in processes other than 0 unless `everywhere`."""
+    """Return the reader's state of each shard; [] in processes other than 0 unless `everywhere`."""
     index, count = shard
     if count == 1:
         return [state]

@@ -71,7 +71,7 @@ class Order:
         return self._examples(examples) * self._size + offset
 
     def passes(self, num_samples: int) -> list[float]:
-        """Return how often each part is read by the first `num_samples`; 1.5 = 1.5 passes."""
+        """Return how often the first `num_samples` read each part; 1.5 = one and a half passes."""
         examples = num_samples // self._size
         last = self._stages[int(np.searchsorted(self._firsts, examples, side="right")) - 1]
         counts = last.drawn_after(examples - last.first)
@@ -137,7 +137,7 @@ class _StageOrder(NamedTuple):
     drawn: dict[tuple[int, ...], int]
 
     def draw(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group of each example and its number in the group; int64 [n] each."""
+        """Return, for examples int64 [n], their group and their number in it, int64 [n] each."""
         samples = samples - self.first
         before = np.array([self.drawn.get(group, 0) for group in self.groups], np.int64)
         if self.mixture is None:
@@ -163,7 +163,7 @@ class _StageOrder(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def keys_of(seed: int, part: int, epoch: int) -> tuple[int, ...]:
-    """Return the keys of one permutation."""
+    """Return the keys for `permute` in one epoch of a part."""
     digest = hashlib.blake2b(f"{seed} {part} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
 

@@ -26,7 +26,7 @@ class Part(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows of one epoch."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Part(Protocol):
 
 
 def cut(rows: Rows, spans: Spans | None) -> Rows:
-    """Select the positions in `spans` from arrays [n, seq, ...] by name; keep arrays [n]."""
+    """Select the positions in `spans` (None = all) from arrays [n, seq, ...]; keep arrays [n]."""
     if spans is None:
         return rows
     part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
@@ -58,7 +58,8 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
 def gather_rows(numbers: np.ndarray, read: Callable[[int, np.ndarray], Rows]) -> Rows:
     """Return rows of several parts in the requested order: name -> [n, ...].
 
-    `numbers` int64 [n] are the parts. `read` maps a part, and a mask bool [n] of its rows, to them.
+    `numbers` int64 [n] is the part of each row. `read(part, mask)` returns the rows of a part that
+    `mask` bool [n] selects.
     """
     out: Rows = {}
     for number in np.unique(numbers):
@@ -86,7 +87,7 @@ class Windows:
 
     Attributes:
         start, stop: range of the corpus for rows, in tokens.
-        documents: mark document boundaries and count positions from them.
+        documents: whether to mark document boundaries and count positions from them.
     """
 
     corpus: Corpus
@@ -97,7 +98,7 @@ class Windows:
 
     @property
     def num_rows(self) -> int:
-        """Complete rows; the target of a row's last input needs one more token."""
+        """Number of complete rows; the target of a row's last input needs one more token."""
         return max(0, self.stop - self.start - 1) // self.seq_len
 
     @property
@@ -112,7 +113,7 @@ class Windows:
         return f"{kind}-{self.corpus.fingerprint}-{self.start}-{self.stop}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; reads only tokens of the spans."""
+        """Return rows of `indices` int64 [n], name -> [n, ...]; reads only tokens of `spans`."""
         starts = self.start + np.asarray(indices, np.int64) * self.seq_len
         spans = spans or ((0, self.seq_len),)
         batch, at = _empty(self.fields, len(starts), spans), 0
@@ -184,7 +185,7 @@ class Fitted:
         return f"{rule}-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field."""
+        """Return rows of `indices` int64 [n], name -> [n, ...]; padding is 0 in every field."""
         spans = spans or ((0, self.seq_len),)
         batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
@@ -217,7 +218,7 @@ class Fitted:
 
 
 class PiecePlan(NamedTuple):
-    """Pieces of each row, in the order of runs with `data.text_format` below 3.
+    """Pieces of each row, placed as in training runs with `data.text_format` below 3.
 
     Attributes:
         row_starts: int64 [num_rows + 1], first piece of each row.

@@ -37,7 +37,7 @@ _SCORES = ("messages", "score_chosen", "score_rejected", "margin")
 def encode_preference(
     record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[Weighted]:
-    """Return the chosen and the rejected completion after their prompt, [length] each.
+    """Return two documents [length]: prompt and chosen completion, prompt and rejected one.
 
     Only tokens of completions have weight 1. Raises `BadRecord`.
     """
@@ -73,7 +73,7 @@ def encode_preference(
 def encode_labeled(
     record: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[Weighted]:
-    """Return one completion after its prompt, [length]; raises `BadRecord`.
+    """Return one document [length]: prompt and completion; raises `BadRecord`.
 
     Tokens of the completion have weight 1 if it is desirable, else `UNDESIRABLE`.
     """
@@ -92,7 +92,7 @@ def encode_labeled(
 def encode_text_label(
     record: dict[str, Any], tokenizer: Tokenizer, text_field: str
 ) -> list[Weighted]:
-    """Return the tokens of a text, then its label, which alone has weight 1; [length + 1].
+    """Return one document [length + 1]: a text's tokens, then its label, which alone has weight 1.
 
     There is no end token, as in the tokenizers of Hugging Face's classifiers. Raises `BadRecord`.
     """

@@ -78,7 +78,7 @@ def _next_line(shipped: ShippedSet) -> str:
 
 
 def _estimate(files: Sequence[DataFile], tokenizer: Tokenizer) -> str:
-    """Return one line with the sizes and the time to tokenize.
+    """Return one line with the sizes of files and tokens and the time to tokenize.
 
     The time is extrapolated from a trial on the text of Python's standard library.
     """

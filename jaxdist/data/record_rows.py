@@ -81,7 +81,7 @@ class RecordRows:
         return f"records-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]; padding is 0 in every field."""
+        """Return rows of `indices` int64 [n], name -> [n, ...]; padding is 0 in every field."""
         batch = {
             name: np.zeros((len(indices), *shape), dtype)
             for name, (shape, dtype) in self.fields.items()
@@ -176,7 +176,7 @@ def split_records(
         first = min(first, len(kept) - 1)
 
     def part(name: str, numbers: np.ndarray) -> RecordRows:
-        """Return the rows of examples, int64 [n]."""
+        """Return the rows of the examples with `numbers` int64 [n]; `name` goes into the label."""
         return RecordRows(
             corpus=corpus,
             seq_len=seq_len,

@@ -52,7 +52,7 @@ class StreamDataset:
     fingerprint: str
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Return the kind of the rows and which processes read them, in one line for the log."""
         how = "divided among the processes" if self.divides else "read by every process"
         return f"{self.kind}, a stream of rows {how}"
 
@@ -102,7 +102,7 @@ def open_stream(
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
-    """Return a stream's dataset; reads the first rows and tests resuming after the first one."""
+    """Return the dataset of a stream; raises `ConfigError` if the stream cannot be resumed."""
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
     fields = fields_of(rows[0], name)

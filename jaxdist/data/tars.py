@@ -60,7 +60,7 @@ class _Blocks:
 
 
 def read_members(path: DataFile, stream: BinaryIO, *, texts: bool) -> Iterator[Member]:
-    """Yield a member of each sample: its text, or without one its record.
+    """Yield one member of each sample: its text or, if it has none, its file of records.
 
     Without `texts`, records are preferred to texts. Raises `ConfigError` for a damaged archive,
     members of other kinds, and samples with several texts or records.
@@ -142,7 +142,7 @@ def _read(path: DataFile, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Member
 
 
 def _bounds(path: DataFile, stream: BinaryIO) -> tuple[int, float]:
-    """Return where the samples of a file, or of a part of it, begin and end; inf = at its end."""
+    """Return at which bytes the samples of a file, or of its part, begin and end; inf = its end."""
     if not isinstance(path, HubFile) or path.num_parts == 1:
         return 0, math.inf
     start, stop = (_boundary(stream, cut, path.num_bytes) for cut in _cuts(path))

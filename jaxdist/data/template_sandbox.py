@@ -43,7 +43,7 @@ class Template:
         self._request({"source": source})
 
     def render(self, variables: dict[str, Any]) -> str:
-        """Return the text for some variables (JSON values); raises `TemplateFailed`."""
+        """Return the rendered text; variables are JSON values. Raises `TemplateFailed`."""
         return str(self._request({"variables": variables}))
 
     def _request(self, message: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, which marks answers; they are detected without it."""
+        """Accept `{% generation %}`, which marks answers, without effect."""
 
         tags = {"generation"}  # noqa: RUF012  # as in the base class
 

@@ -70,7 +70,7 @@ class _Shard:
 
 
 def saved_arrow_files(source: str) -> list[Path]:
-    """Return the files of a data set saved by Hugging Face datasets, else an empty list."""
+    """Return the .arrow files of a data set that `save_to_disk` wrote; [] for other sources."""
     path = Path(source).expanduser()
     if is_url(source):
         return []
@@ -87,7 +87,7 @@ def saved_arrow_files(source: str) -> list[Path]:
 
 
 def select_token_files(files: Sequence[DataFile], source: str) -> list[Path]:
-    """Return the local token files among the files of a source; rejects a mixture with others."""
+    """Return the local .bin or .npy files of a source; raises `ConfigError` if kinds are mixed."""
     local = [file for file in files if isinstance(file, Path)]
     chosen = [file for file in local if file.suffix in (".bin", ".npy")]
     others = [f for f in local if f not in set(chosen) and not f.name.endswith(_SIDECARS)]
@@ -326,7 +326,7 @@ def _arrow_shards(file: Path) -> Iterator[_Shard]:
 
 
 def _arrow_tokens(file: Path, batch: Any) -> Any:
-    """Return the column with lists of integers; rejects columns that the loss would ignore."""
+    """Return the column `input_ids`; rejects labels and masks that the loss would ignore."""
     import pyarrow as pa
 
     names = batch.schema.names

@@ -52,11 +52,11 @@ class ByteTokenizer:
         name: for logs: "bytes" or the file's path.
         eos_token: the end token that the user set; "" = the tokenizer's own.
         end_id: token after each document, or None.
-        bos_id: token that begins a text, or None; for exported models, as `pad_id`.
+        bos_id, pad_id: start and padding token, or None; only exported models use them.
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
         fingerprint: changes whenever a text could be tokenized differently.
-        token_bytes: UTF-8 bytes of each token, 0 for special ones; float32 [vocab_size].
+        token_bytes: number of UTF-8 bytes per token, 0 for special ones; float32 [vocab_size].
     """
 
     name = "bytes"
@@ -82,7 +82,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, a shown end U+2400."""
+        """Return the text; invalid UTF-8 is U+FFFD. With `show_special` the end token is U+2400."""
         text = bytes(t for t in map(int, tokens) if t < 256).decode("utf-8", "replace")
         return text.replace("\0", "\u2400" if show_special else "")
 
@@ -100,7 +100,7 @@ class FileTokenizer:
     def __init__(
         self, path: str | os.PathLike[str], eos_token: str = "", text_format: int = TEXT_FORMAT
     ):
-        """Read the files."""
+        """Read the file at `path` and those next to it; `eos_token` replaces its end token."""
         import tokenizers
 
         path = locate(path)
@@ -172,7 +172,7 @@ class FileTokenizer:
         return [np.asarray(e.ids, np.uint32) for e in encoded]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens uint32 [n], character ranges [n, 2], and bool [n]: is it special."""
+        """Return tokens uint32 [n], their character ranges [n, 2], and bool [n]: 1 = special."""
         with self._text_errors():
             encoded = self._inner.encode(text, add_special_tokens=False)
         tokens = np.asarray(encoded.ids, np.uint32)
@@ -187,7 +187,7 @@ class FileTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of each token, 0 for special ones; float32 [vocab_size]."""
+        """Number of UTF-8 bytes of each token, 0 for special ones; float32 [vocab_size]."""
         steps = json.loads(self.files["tokenizer.json"])
         steps = [steps.get("decoder") or {}, steps.get("pre_tokenizer") or {}]
         is_byte_level = '"ByteLevel"' in json.dumps(steps)  # a character of a token is a byte
@@ -235,9 +235,9 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
 
 
 def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
-    """Return tokens of `text` [length] after the first of `before` that shares no token with it.
+    """Return the tokens of `text` [length] that follow a text of `before`.
 
-    If all of them share a token with it, encode `text` alone.
+    That is the first one that shares no token with `text`. If all do, `text` is encoded alone.
     """
     for start in before:
         first, both = tokenizer.encode_batch([start, start + text])
@@ -281,7 +281,10 @@ def tokenizer_file(name: str) -> Location:
 
 
 def tokenizer_files(folder: Location) -> dict[str, bytes]:
-    """Return name -> content of a tokenizer's files; `config.json` as `generation_config.json`."""
+    """Return name -> content of the tokenizer's files in a folder.
+
+    Without a `generation_config.json`, it is made of the token ids in `config.json`.
+    """
     entries = folder.entries()
 
     def read(name: str) -> bytes:
@@ -298,7 +301,7 @@ def tokenizer_files(folder: Location) -> dict[str, bytes]:
 
 
 def token_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of `bos_token`, `eos_token` ... in a `tokenizer_config.json`."""
+    """Return name -> text of `bos_token`, `eos_token` ... in a `tokenizer_config.json`."""
     tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str) and text}
