@@ -32,7 +32,7 @@ SUBCOMMANDS = {"data spike": "spike"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code unless the command exits itself."""
+    """Run a command; return 0, or 2 for an unknown one. Most commands end the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands = find_commands()
     if not words or words[0] in ("-h", "--help", "help"):

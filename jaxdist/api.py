@@ -219,10 +219,10 @@ def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
 def _objects(
     model: Any, data: Any, values: dict[str, Any]
 ) -> tuple[Callable[[int], Model] | None, Any]:
-    """Return model and data if they are objects; otherwise add them to the settings in `values`.
+    """Return (model function, data) of objects; add other ones to the settings in `values`.
 
     The settings store the name of an importable function, so that the run can be opened and resumed
-    without the program. A model object is returned as a function of seq_len; otherwise it is None.
+    without the program. A model is returned as a function of seq_len. None = it is in the settings.
     """
     make_model = None
     if isinstance(model, str | Mapping):

@@ -36,7 +36,7 @@ class EvaluateConfig(CheckpointSettings):
     limit: int = setting(0, "number of questions of each task; 0 = all", ge=0)
     global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(
-        0, "number of batches, spread over the data; 0 = every row once", ge=0
+        0, "largest number of batches, spread over the data; 0 = every row once", ge=0
     )
     json: bool = setting(False, "print one JSON object instead of text")
 
@@ -57,7 +57,7 @@ class EvaluateConfig(CheckpointSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a checkpoint and print its metrics."""
+    """Load a checkpoint, print its metrics and return 0."""
     from jaxdist.settings import read_settings
 
     config = read_settings(

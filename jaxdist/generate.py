@@ -111,7 +111,7 @@ class GenerateConfig(CheckpointSettings, TextSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a checkpoint and write generated text to stdout or a file."""
+    """Load a checkpoint, write generated text to stdout or a file, and return 0."""
     from jaxdist.settings import read_settings
 
     config = read_settings(

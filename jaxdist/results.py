@@ -133,7 +133,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Return the number of the last step."""
+        """Return the number of the last recorded step; 0 before the first."""
         outline = current(read_outline(self._directory.metrics, sys.maxsize))
         return max((record["step"] for record in outline if record["kind"] == "train"), default=0)
 
@@ -204,11 +204,11 @@ class Run:
     def evaluate(
         self, sources: str | Sequence[str] = (), *, max_batches: int = 0
     ) -> dict[str, float]:
-        """Return loss and perplexity, or accuracy.
+        """Return metrics by name: loss and perplexity, or accuracy.
 
         Args:
             sources: data to evaluate on; none = the held-out rows of the run.
-            max_batches: number of batches, spread over the data; 0 = every row once.
+            max_batches: largest number of batches, spread over the data; 0 = every row once.
 
         Raises:
             ConfigError: the run has no held-out rows, or the data do not fit the model.

@@ -24,7 +24,7 @@ log = logging.getLogger("jaxdist")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and return the exit code."""
+    """Train with the settings of the command line; return 0, or 75 if a signal stopped it."""
     times = runtime.StartTimes.of_process()
     # From here on signals are handled. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
@@ -44,7 +44,7 @@ def run(
     trace_requested: Callable[[], bool],
     times: runtime.StartTimes | None = None,
 ) -> int:
-    """Train for a command or a Python program, and return the exit code."""
+    """Train for a command or a Python program; return the exit code of the process."""
     # 1. Start the devices of all processes.
     times = times or runtime.StartTimes()
     job = start_devices(config, preemption, program, times)
@@ -126,7 +126,9 @@ def run(
     directory.objective = name_of(program.objective)
     program.on_start(directory)
     if job.num_processes > 1:
-        log.info("job started by %s, attempt %d\n%s", job.source, job.attempt, job.table())
+        log.info(
+            "launcher %s, attempt %d, devices of the job:\n%s", job.source, job.attempt, job.table()
+        )
     config_text = write_toml(config)
     if audit is None:
         log.warning("override=audit: not audited, so missing or repeated sums go undetected")
@@ -159,7 +161,7 @@ def run(
 def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
-    """Configure and start the devices; the order of these steps matters."""
+    """Configure jax, join the job and start its devices; return the joined job."""
     from jaxdist.run.run_directory import flatten
     from jaxdist.settings import to_table
 

@@ -47,12 +47,12 @@ def _smallest_factor(number: int) -> int:
 
 
 def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """Yield the index of every block of an array, in row-major order."""
+    """Yield the index (a slice per dim) of each block of an array, in row-major order."""
     return blocks_in([slice(0, size) for size in shape], block)
 
 
 def blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
-    """Yield the intersection of each block with a part of the array, in row-major order."""
+    """Yield, in row-major order, the index of each block's overlap with the part at `index`."""
     starts = (range(s.start // n * n, s.stop, n) for s, n in zip(index, block, strict=True))
     for corner in itertools.product(*starts):
         yield tuple(
@@ -87,7 +87,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 class HostCopies:
-    """One host copy per key; the next copy with that key overwrites it."""
+    """Host memory for one copy of data per key; the next copy with that key overwrites it."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, np.ndarray] = {}

@@ -108,7 +108,7 @@ class Checkpointer:
                 self._local.resumed(step)
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Return which save is due after `step`; see `SaveSchedule.due`."""
+        """Return the kind of save that is due after `step`, "" for none; see `SaveSchedule.due`."""
         return self._schedule.due(step, now)
 
     def save(
@@ -237,7 +237,7 @@ class Checkpointer:
             self._local.discard()
 
     def verify(self, step: int) -> str:
-        """Check every file of a checkpoint; return "" or a one-line reason."""
+        """Check every file of a checkpoint; return why it must not be loaded, or ""."""
         self._saver.wait()
         return self._reader.problem(step, full=True)
 
@@ -320,7 +320,7 @@ class Checkpointer:
         return {group.item: name for name, group in GROUPS.items()}[item].replace("model", "raw")
 
     def copies(self, step: int) -> list[str]:
-        """Return the parameter groups that a checkpoint has besides the model's, e.g. the EMA."""
+        """Return the names of a checkpoint's parameter groups besides the model's, e.g. "ema"."""
         return pytree.stored_copies(self._arrays(step))
 
     def _arrays(self, step: int) -> dict[str, Any]:
@@ -411,7 +411,7 @@ class Checkpointer:
 
 
 def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
-    """Write a small array sharded over all devices, read it back, compare, delete it.
+    """Write a small array sharded over all devices, read it back, delete it; raise if this fails.
 
     If only one process fails, the others may hang inside Orbax until they are killed.
     """

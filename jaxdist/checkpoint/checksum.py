@@ -90,7 +90,7 @@ def _is_summed_on_host(x: Array) -> bool:
 def _program_of(
     mesh: Mesh | AbstractMesh, specs: tuple[PartitionSpec, ...]
 ) -> Callable[[list[Array]], Array]:
-    """Compile the checksums, uint32 [num_arrays], of global arrays [...] with these specs.
+    """Return a jitted function: arrays [...] of these specs -> checksums, uint32 [num_arrays].
 
     All arrays share one program with one collective: XLA:CPU allows 32 programs in flight per
     device and may order the collectives of several programs differently on each device. Small
@@ -99,7 +99,7 @@ def _program_of(
     axes = tuple(mesh.axis_names)
 
     def local(shapes: list[tuple[int, ...]], *parts: Array) -> Array:
-        """Return checksums, uint32 [num_arrays], of the parts [...] on this device."""
+        """Return checksums, uint32 [num_arrays], of arrays whose parts [...] are on this device."""
         groups: dict[Any, list[int]] = {}
         for i, (part, spec, shape) in enumerate(zip(parts, specs, shapes, strict=True)):
             own = i if part.size * part.dtype.itemsize > _SMALL_BYTES else None
@@ -133,7 +133,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Return a part's contribution; an array's checksum is the sum of its parts modulo 2³².
+    """Return the checksum of a part; the sum over the parts, modulo 2³², is the array's checksum.
 
     The part [...] begins at index `start` of an array of `shape`.
     """
@@ -182,7 +182,7 @@ def checksum(x: Array) -> Array:
 
 
 def _sum_of(part: Array, start: Sequence[Array | int], shape: Sequence[int]) -> Array:
-    """Return the contribution, uint32 [], of a part [...]; arguments as for `part_checksum`."""
+    """Return the checksum, uint32 [], of a part [...]; arguments as for `part_checksum`."""
     if part.size > _SLAB_WORDS and jax.default_backend() == "cpu":
         return _sum_of_slabs(part, start, shape)
     words = _words(part)

@@ -61,7 +61,7 @@ class CheckpointConfig:
         "e.g. /nvme/jaxdist or $TMPDIR/jaxdist; empty = none",
     )
     local_interval_steps: int = setting(
-        0, "steps between saves to local_dir, in addition to one every 5 minutes; 0 = none", ge=0
+        0, "steps between saves to local_dir, besides one each 5 minutes; 0 = only the latter", ge=0
     )
     neighbours: int = setting(
         1,
@@ -83,7 +83,7 @@ class CheckpointConfig:
 
     @property
     def best(self) -> tuple[str, int]:
-        """Return the metric of `keep_best` and the number of checkpoints it keeps."""
+        """Return the metric of `keep_best` and the number of checkpoints it keeps; 0 = none."""
         metric, _, count = self.keep_best.partition(":")
         return metric, int(count) if count.isdecimal() else 0
 

@@ -17,17 +17,17 @@ _MAX_NAMED = 3  # arrays listed in an error message
 
 
 class CheckpointError(RuntimeError):
-    """A save or restore failed permanently; the message has cause, path and fix."""
+    """Raised if a save or restore fails permanently; the message has cause, path and fix."""
 
     has_traceback = False  # in the closing block of a command
 
 
 class CorruptCheckpoint(CheckpointError):
-    """The stored bits differ from the saved ones; an older checkpoint may be intact."""
+    """Raised if stored bits differ from the saved ones; an older checkpoint may be intact."""
 
 
 class MismatchError(ConfigError):
-    """The arrays of a checkpoint do not match the settings; `document` describes them."""
+    """Raised if a checkpoint's arrays do not match the settings; `document` is its JSON."""
 
     def __init__(self, step: int, problems: list[str], document: dict[str, Any]):
         self.step, self.document = step, document
@@ -38,7 +38,7 @@ class MismatchError(ConfigError):
 
 
 def make_group() -> Group:
-    """Return a group for the exchanges of one thread; all processes raise the same errors."""
+    """Return the processes as a `Group` for one thread; an error of process 0 is raised in all."""
     errors = (CorruptCheckpoint, CheckpointError)
     return Group("checkpoint", errors=errors, otherwise=CheckpointError)
 
@@ -87,7 +87,7 @@ class EventLog:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def saved(self, outcome: Outcome) -> None:
-        """Report a committed save."""
+        """Add the event and the log line of a committed save."""
         bytes_per_s = outcome.num_bytes / max(outcome.written_s, 1e-9)
         self.event(
             "save",

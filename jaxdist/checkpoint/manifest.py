@@ -97,7 +97,7 @@ def write(
     *,
     halfway: bool = False,
 ) -> None:
-    """Commit the checkpoint of a step whose files are complete.
+    """Write the manifest, which commits a checkpoint; its other files are complete.
 
     `files` maps a path inside the checkpoint to size and CRC-32. A `halfway` checkpoint is kept
     only until the next one is committed.
@@ -131,7 +131,7 @@ def read(checkpoint: Location) -> dict[str, Any]:
 
 
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
-    """Return an error for each file that is missing or has another size; raises like `read`."""
+    """Return an error for each file that is missing or of another size; may raise `OSError`."""
     problems = []
     listed = None if checkpoint.is_local else checkpoint.sizes()  # one request for 1,000 objects
     for name, (size, _) in files.items():
@@ -149,7 +149,7 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
 def content_problems(
     checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
-    """Return an error for each file whose CRC-32 differs; raises `OSError` like `read`."""
+    """Return an error for each of the files `names` whose CRC-32 differs; may raise `OSError`."""
 
     def problem(name: str) -> str:
         try:
@@ -165,7 +165,7 @@ def content_problems(
 
 
 def fingerprint(file: Location) -> list[int]:
-    """Return size in bytes and CRC-32 of a file."""
+    """Return [size in bytes, CRC-32] of a file."""
     crc = size = 0
     for block in file.stream():
         crc = zlib.crc32(block, crc)
@@ -174,7 +174,7 @@ def fingerprint(file: Location) -> list[int]:
 
 
 def fingerprints(checkpoint: Location, names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the fingerprint of each file, by its path in the checkpoint."""
+    """Return path in the checkpoint -> `fingerprint` of the file."""
     with _pool(checkpoint) as pool:
         entries = pool.map(lambda name: fingerprint(checkpoint / name), names)
         return dict(zip(names, entries, strict=True))

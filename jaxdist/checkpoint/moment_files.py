@@ -68,7 +68,7 @@ class MomentPart(NamedTuple):
 
 
 class MomentFiles:
-    """Optimizer moments in files of `directory`, one per parameter group (a `Store`).
+    """Optimizer moments in files of `directory`, one file per parameter group.
 
     `groups` has the parts of each group. No file exists before `fill_zeros` or `load`.
     """
@@ -91,7 +91,7 @@ class MomentFiles:
         return cls(directory, parts)
 
     def check(self) -> None:
-        """Delete what killed processes left; raise `ConfigError` if the disk cannot be used."""
+        """Delete files of killed processes; raise `ConfigError` if the disk cannot be used."""
         name = f"train.offload_optimizer=disk:{self.directory}"
         if not self.directory.is_dir() or not os.access(self.directory, os.W_OK | os.X_OK):
             raise ConfigError(
@@ -169,7 +169,7 @@ class MomentFiles:
         return self._own / f"group-{group}"
 
     def _write_new(self, group: int, step: int, moments: Sequence[np.ndarray]) -> Path:
-        """Write the moments [part] of a group to a new file, on the disk and not only in memory."""
+        """Write the moments [part] of a group durably to a new file; return its path."""
         new = self._file(group).with_suffix(".new")
         data: list[Any] = [
             np.ascontiguousarray(moment).reshape(-1).view(np.uint8) for moment in moments

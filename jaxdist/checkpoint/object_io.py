@@ -48,7 +48,7 @@ class ObjectWriter:
         self._uploads: list[Future[None]] = []
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays to the host and start to write; see `OrbaxWriter.start`."""
+        """Copy arrays, in nested dicts by item, to the host and start to upload them."""
         self.fingerprints, self._uploads = {}, []
         self._pool = self._pool or ThreadPoolExecutor(REQUESTS, "checkpoint-upload")
         leaves = list(_leaves(items))
@@ -102,7 +102,7 @@ class ObjectWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Load items with the given shardings; see `orbax_io.read`."""
+    """Load items; arguments and result are those of `orbax_io.read`."""
     with ThreadPoolExecutor(REQUESTS, "checkpoint-download") as pool:
         opened = {
             name: pool.submit(ObjectArray.open, checkpoint / name) for name, _ in _leaves(targets)
@@ -114,7 +114,7 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> ObjectArray:
-    """Open or create an array; see `orbax_io.open_array`."""
+    """Open an array to read it, or with `create` make it; see `orbax_io.open_array`."""
     location = checkpoint / _name(item, keys)
     if create is not None:
         metadata = zarr_metadata(create["shape"], create["chunks"], create["dtype"])
@@ -173,7 +173,7 @@ class ObjectArray:
             (self._location / name).write(_bytes_of(chunk))
 
     def parts(self, index: Index) -> list[Index]:
-        """Return the intersection of each chunk with a part of the array."""
+        """Return the index of each chunk's overlap with the part at `index`."""
         return [] if any(s.start == s.stop for s in index) else list(blocks_in(index, self.chunk))
 
     def read_into(self, out: np.ndarray, index: Index, part: Index) -> None:
@@ -211,7 +211,7 @@ def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPool
 def _chunks_of(
     name: str, chunk: tuple[int, ...], index: Index, host: np.ndarray
 ) -> list[tuple[str, np.ndarray]]:
-    """Return file and content of each chunk of a shard `host` [...] at `index` of its array."""
+    """Return (file name, content) of each chunk of a shard `host` [...] at `index` of its array."""
     return [
         (f"{name}/{_chunk_name(part, chunk)}", host[relative(part, index)])
         for part in (blocks_in(index, chunk) if host.size else ())

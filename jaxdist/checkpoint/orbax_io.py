@@ -43,7 +43,7 @@ _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
 def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | ObjectWriter:
-    """Return the writer for a directory, which writes one checkpoint at a time."""
+    """Return the writer for a directory of a file system (Orbax) or an object store."""
     return OrbaxWriter(config) if directory.is_local else ObjectWriter()
 
 
@@ -103,7 +103,7 @@ class OrbaxWriter:
 
 
 def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Load items with the given shardings; each process reads the shards of its own devices.
+    """Return item -> nested dict of arrays; each process reads the shards of its own devices.
 
     `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct`: the stored shape and dtype,
     with the requested sharding. Leaves missing in it are not read.
@@ -125,23 +125,23 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def write_document(checkpoint: Location, document: dict[str, Any]) -> None:
-    """Write the JSON next to the arrays."""
+    """Write the JSON next to the arrays: `step`, `meta` and `arrays`."""
     file = checkpoint / manifest.DOCUMENT
     file.parent.make_directory()
     file.write(json.dumps(document))
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
-    """Return the JSON next to the arrays."""
+    """Return the JSON next to the arrays: `step`, `meta` and `arrays`."""
     return (checkpoint / manifest.DOCUMENT).json()
 
 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> Any:
-    """Open the array with these keys in an item to `read` and `write` by index, or create it.
+    """Open the array with these keys in an item, to `read` it by index.
 
-    `create` has `shape`, `chunks` (shape of a chunk on disk) and NumPy `dtype`.
+    With `create`, make it, to `write` it: `shape`, `chunks` (shape of a chunk on disk), `dtype`.
     """
     if not checkpoint.is_local:
         return object_io.open_array(checkpoint, item, keys, create)

@@ -100,7 +100,7 @@ def plain(leaf: Leaf) -> Array:
 
 
 def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[str, Any]]:
-    """Return name -> shape, dtype, keys (and kind of PRNG key) of `plain` arrays [...], as JSON."""
+    """Return name -> shape, dtype, path (and kind of PRNG key) of `plain` arrays [...], as JSON."""
     described = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         entry = {
@@ -117,7 +117,7 @@ def describe(leaves: Sequence[Leaf], arrays: Sequence[Array]) -> dict[str, dict[
 def with_checksums(
     described: dict[str, dict[str, Any]], checksums: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Add the checksum of each leaf to the result of `describe`."""
+    """Return the result of `describe` with the checksum of each array added."""
     pairs = zip(described.items(), checksums, strict=True)
     return {name: {**entry, "checksum": checksum} for (name, entry), checksum in pairs}
 
@@ -125,7 +125,10 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return one line per leaf outside `ignore` that is missing, extra or of another shape."""
+    """Return an error per leaf that the checkpoint lacks, has in another shape, or has in excess.
+
+    Leaves in excess below a name in `ignore` are no error.
+    """
     lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:
@@ -163,7 +166,7 @@ def under(name: str, prefixes: Collection[str]) -> bool:
 
 
 def in_params(names: Collection[str], item: str = "params") -> list[str]:
-    """Return the names of parameters in an item; users may leave out the leading `params/`."""
+    """Return `item/NAME` for each parameter; `names` may have a leading `params/`."""
     bare = [
         name.removeprefix("params").removeprefix("/") if under(name, ["params"]) else name
         for name in names
@@ -172,7 +175,7 @@ def in_params(names: Collection[str], item: str = "params") -> list[str]:
 
 
 def weights_item(weights: Weights, names: Collection[str]) -> str:
-    """Return the item of the requested weights; raises `ConfigError` if it is missing."""
+    """Return the item that has the requested weights; raises `ConfigError` if it is missing."""
     stored = stored_copies(names)
     if weights in GROUPS and weights not in stored:
         flag = GROUPS[weights].setting.replace("_", "-")
@@ -186,7 +189,7 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def stored_copies(names: Collection[str]) -> list[str]:
-    """Return the parameter groups besides the model's in a checkpoint with these arrays."""
+    """Return the groups of parameters, e.g. "ema", that arrays of these names have copies of."""
     return [
         name
         for name, group in GROUPS.items()

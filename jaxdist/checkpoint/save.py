@@ -146,7 +146,7 @@ class Saver:
             )
 
     def complete(self) -> dict[int, Saved]:
-        """Return the retention record of each intact checkpoint, by step."""
+        """Return step -> metrics and kind of each checkpoint with a valid manifest."""
         saved = {}
         for step in manifest.steps_in(self._directory):
             try:
@@ -316,7 +316,7 @@ class Saver:
             self._retain()
 
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
-        """Write document and manifest; each process computes CRCs of its share; return bytes."""
+        """Write document and manifest, all processes together; return the size in bytes."""
         path = self._directory / outcome.step
         parts = self._background.num_processes
 

@@ -140,7 +140,7 @@ def rewrite(
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
 ) -> CheckpointWriter:
-    """Rewrite a checkpoint with other chunks or dtypes, with one chunk in memory at a time.
+    """Write the `items` of a checkpoint with other chunks or dtypes, chunk by chunk.
 
     Each array is verified while it is read. `chunk_of` and `dtype_for` map its name to the shape of
     its chunks and the dtype to store.

@@ -87,7 +87,7 @@ def _small_run(argv: Sequence[str], command: str) -> tuple[RunConfig, list[str]]
 
 
 def _with_lasting_names(run: RunConfig) -> RunConfig:
-    """Make names permanent: absolute paths, and commits of hub names."""
+    """Return settings with permanent names: absolute paths, and hub names with a commit."""
     directory = run.named_directory
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))
@@ -159,9 +159,9 @@ def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
-    """Keep the version of text processing (`data.text_format`) of a run's `stored` settings.
+    """Return `run` with `data.text_format` of the `stored` settings of a run, if that is older.
 
-    Stored settings without one are of the oldest version.
+    Stored settings without it have the oldest one; {} = there are no stored settings.
     """
     if not stored:
         return run
@@ -204,7 +204,7 @@ def _with_tokens(run: RunConfig, values: InputValues) -> RunConfig:
 
 
 def _stored(values: InputValues) -> tuple[str, int | None]:
-    """Return the run that `--resume` or `--replay` names, or "", and the step to replay."""
+    """Return (run that `--resume` or `--replay` names, or ""; step to replay, or None)."""
     if values.get("replay"):
         run, _, step = str(values["replay"]).rpartition(":")
         return run, int(step) if re.fullmatch("[0-9]{1,18}", step) else None
@@ -259,7 +259,7 @@ def replaced_head(config: RunConfig) -> list[str]:
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:
-    """Return the settings in the `config.toml` of a run, without checking their rules again."""
+    """Return the settings in a file, such as `config.toml` of a run; rules are not checked."""
     run = read_settings(
         RunConfig,
         ["--config", str(path)],

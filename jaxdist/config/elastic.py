@@ -89,7 +89,7 @@ def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | 
 def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
-    """Split batches at example boundaries, so that no device processes more rows at a time."""
+    """Return settings with more and smaller batches: no device gets more rows at a time."""
     batch, size = config.train.global_batch_size, config.rows_per_example(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)
@@ -116,7 +116,7 @@ def _num_microbatches(config: RunConfig, spec: MeshSpec, size: int) -> int:
 
 
 def _count(examples: int, most: int) -> int:
-    """Return the smallest number of equal parts of `examples` such that no part exceeds `most`."""
+    """Return the smallest number of equal parts of `examples` whose size is at most `most`."""
     first = -(-examples // max(1, most))
     return next(n for n in range(first, examples + 1) if examples % n == 0)
 

@@ -17,7 +17,7 @@ ELEMENTWISE = ("adamw", "sgd", "lion")
 
 
 def offload_problems(config: RunConfig) -> list[str]:
-    """Return a problem for each setting that excludes optimizer moments on a disk."""
+    """Return an error for each setting that excludes optimizer moments on a disk."""
     if config.train.offload != "disk":
         return []
     optim, none = config.optim, "--train.offload-optimizer none"
@@ -60,7 +60,7 @@ def offload_problems(config: RunConfig) -> list[str]:
 
 
 def offload_mesh_problems(config: RunConfig, spec: MeshSpec) -> list[str]:
-    """Return a problem if optimizer moments on disk, or activations on host, exclude a mesh."""
+    """Return the errors if optimizer moments on disk, or activations on host, exclude a mesh."""
     if spec[PIPELINE] == 1:
         return []
     problems = []
@@ -79,7 +79,7 @@ def offload_mesh_problems(config: RunConfig, spec: MeshSpec) -> list[str]:
 
 
 def offload_process_problems(config: RunConfig, num_processes: int) -> list[str]:
-    """Return a problem if optimizer moments on a disk exclude a job of several processes."""
+    """Return an error if moments are on a disk and the job has several processes, else []."""
     if config.train.offload != "disk" or num_processes == 1:
         return []
     return [

@@ -154,7 +154,7 @@ class RunConfig:
     }
 
     def problems(self) -> list[str]:
-        """Return the violated rules of the top level and between sections."""
+        """Return an error for each violated rule of the top level and between sections."""
         problems = self._path_problems() + self._init_problems()
         # Values out of bounds would cause further errors below.
         sections = {name: getattr(self, name) for name in ("model", "train", "mesh", "pipeline")}
@@ -218,16 +218,16 @@ class RunConfig:
 
     @property
     def num_labels(self) -> int:
-        """Scores of the model's head; 0 = it predicts tokens."""
+        """Number of scores of the model's head; 0 = it predicts tokens."""
         return self.model.num_labels
 
     @property
     def num_row_losses(self) -> int:
-        """Rows of a batch if steps report losses of several sources, else 0."""
+        """Number of row losses that a step returns: the global batch size; 0 with one source."""
         return self.train.global_batch_size if len(self.data.sources) > 1 else 0
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
-        """Return the rules of a mesh that model, batch and sequence violate.
+        """Return an error for each rule of a mesh that model, batch or sequence violates.
 
         A custom model has dims only once it is built: pass it as `model` to check them.
         """
@@ -253,7 +253,7 @@ class RunConfig:
         return [*problems, *self._eval_problems(spec, workload)]
 
     def _eval_problems(self, spec: MeshSpec, workload: Workload) -> list[str]:
-        """Report an evaluation batch that would split an example between replicas."""
+        """Return an error if an evaluation batch would split an example between replicas."""
         rows, size = self.eval.global_batch_size, workload.rows_per_example
         each = spec.num_replicas * size
         if size == 1 or rows % each == 0:
@@ -280,7 +280,7 @@ class RunConfig:
         memory_bytes: int | None = None,
         needs: Needs | None = None,
     ) -> tuple[MeshSpec, str]:
-        """Return the mesh of a run and its reason.
+        """Return the mesh of a run, and the reason for it as text.
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
         `memory_bytes` is the memory of one device. `needs` estimates the memory of a mesh; without
@@ -380,7 +380,7 @@ class RunConfig:
         return problems
 
     def _init_problems(self) -> list[str]:
-        """Return the model settings that contradict the weights of `init_from`."""
+        """Return an error for each model setting that contradicts the weights of `init_from`."""
         if self.reinit_params and not self.init_from:
             return [
                 f"reinit_params={self.reinit_params} without init_from: all weights are random. "

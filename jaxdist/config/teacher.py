@@ -24,7 +24,7 @@ Storage = Literal["bfloat16", "float32"]
 def teacher_of(
     config: RunConfig, vocab_size: int, compute_dtype: str
 ) -> tuple[RunConfig, Model] | None:
-    """Return settings and model of the run's teacher, stored in the compute dtype; None = none.
+    """Return settings and model of the run's teacher, stored in the compute dtype; else None.
 
     Raise `ConfigError` if it does not fit a student with `vocab_size` tokens.
     """
@@ -63,7 +63,7 @@ def teacher_of(
 
 
 def teacher_problems(path: str, problems: list[str]) -> ConfigError:
-    """Return the error of a teacher."""
+    """Return the error with these problems of the teacher at `path`."""
     return ConfigError([f"objective.teacher={path!r}: {problem}" for problem in problems])
 
 

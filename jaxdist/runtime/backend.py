@@ -81,7 +81,7 @@ def reserve_memory() -> None:
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this host."""
+    """Return the size of this host's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -111,7 +111,8 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     """Cache compiled programs on disk, so that restarts compile nothing; return the folder in use.
 
     `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE` or
-    `~/.cache/jaxdist/xla`; "off" disables the cache. If unusable: logs a warning, returns None.
+    `~/.cache/jaxdist/xla`; "off" disables the cache and returns None. If the folder cannot
+    be used, a warning is logged and None returned.
     """
     import jax
 
@@ -193,7 +194,7 @@ class _DamageWatch:
         if action == "writing":
             if is_first:
                 log.warning(
-                    "compile cache %s: a program cannot be stored (%s, %s). Each start compiles "
+                    "compile cache %s: the program %s cannot be stored: %s. Each start compiles "
                     "again what is not stored. Free space there, or set JAXDIST_CACHE to another "
                     "folder.",
                     self.folder,

@@ -45,7 +45,7 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """One device of the job."""
+    """One device of the job; `device` is its index in its process, `uuid` is "" if unknown."""
 
     process: int
     host: str
@@ -88,7 +88,7 @@ class JoinedJob:
 
     @property
     def host_of(self) -> dict[int, str]:
-        """Process -> its host."""
+        """Process id -> name of its host."""
         return dict(enumerate(host for host, count in self.host_runs for _ in range(count)))
 
     def table(self) -> str:

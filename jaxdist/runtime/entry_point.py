@@ -227,7 +227,7 @@ def _report(error: BaseException, otherwise: str) -> int:
 
 
 def _full_stdout() -> str:
-    """Return a name of stdout if it is on a full disk."""
+    """Return "standard output" if its disk is full, else ""."""
     try:
         os.write(sys.stdout.fileno(), b"\n")  # after an error, `flush` has nothing left to write
     except OSError as error:

@@ -54,7 +54,7 @@ def tune_malloc() -> bool:
 
 
 def give_back_memory() -> bool:
-    """After a step: return free memory to the system if this process has doubled."""
+    """Give free memory back to the system if this process has doubled; return whether it did."""
     return _kept is not None and _kept.trim_if_doubled()
 
 
@@ -62,7 +62,7 @@ _STATISTICS = "/proc/self/statm"
 
 
 class _KeptMemory:
-    """Returns freed memory to the system if the process has doubled in size.
+    """Give freed memory back to the system if the process has doubled in size.
 
     The first checks measure the base size.
     """

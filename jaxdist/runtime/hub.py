@@ -34,7 +34,7 @@ Kind = Literal["model", "dataset"]
 
 
 class Unreachable(ConfigError):
-    """The hub did not answer, or not completely; a later try may succeed."""
+    """Raised if the hub did not answer, or not completely; a later try may succeed."""
 
 
 RETRY_S = (1, 2, 4, 8, 16, 32, 60, 60)
@@ -56,7 +56,7 @@ def short_name(name: str) -> str:
 
 
 def is_offline() -> bool:
-    """Return whether the user has switched the network off."""
+    """Return whether HF_HUB_OFFLINE is set, so that only the cache is used."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -93,7 +93,7 @@ def _download(name: str, files: tuple[str, ...], kind: Kind = "model") -> Path:
 
 
 def read_card(name: str) -> dict[str, Any]:
-    """Return the metadata of the README of a data set with a commit; {} if it has none."""
+    """Return the metadata in a data set's README; {} without. `name` is ORG/NAME@COMMIT."""
     from huggingface_hub.repocard import metadata_load
 
     card = _download(name, (_CARD,), "dataset") / _CARD
@@ -104,7 +104,7 @@ def read_card(name: str) -> dict[str, Any]:
 
 
 def list_files(name: str) -> dict[str, tuple[int, str]]:
-    """Return path -> (bytes, digest) of all files of a data set with a commit.
+    """Return path -> (bytes, digest) of all files of a data set, ORG/NAME@COMMIT.
 
     Offline these are the files in the cache.
     """
@@ -147,10 +147,10 @@ def check_access(name: str, path: str) -> None:
 def fetch_file(
     name: str, path: str, bar: type[Any] | None = None, folder: Path | None = None
 ) -> Path:
-    """Download a file of a data set with a commit; continue an interrupted download.
+    """Download a file of a data set, ORG/NAME@COMMIT; return its path on this host.
 
-    `bar` is the class of its progress bar, as in `hf_hub_download`. With `folder`, a file that the
-    cache does not have is stored there.
+    An interrupted download is continued. `bar` is the class of its progress bar, as in
+    `hf_hub_download`. With `folder`, a file that the cache does not have is stored there.
     """
     from huggingface_hub import hf_hub_download
 
@@ -163,7 +163,7 @@ def fetch_file(
 
 
 def in_cache(name: str, path: str) -> bool:
-    """Return whether a file of a data set with a commit is read from the cache."""
+    """Return whether a file of a data set, ORG/NAME@COMMIT, is read from the cache."""
     from huggingface_hub import try_to_load_from_cache as cached
 
     repo, _, commit = name.partition("@")
@@ -173,7 +173,7 @@ def in_cache(name: str, path: str) -> bool:
 def fetch_range(
     name: str, path: str, tag: str, start: int, length: int, file: BinaryIO, bar: type[Any]
 ) -> None:
-    """Write a range of bytes of a file of a data set with a commit to `file`, at its position.
+    """Download bytes of a file of a data set, ORG/NAME@COMMIT, to the position of `file`.
 
     Raises `ConfigError` if the digest of the complete file is not `tag`, by its ETag.
     """
@@ -192,7 +192,7 @@ def fetch_range(
 
 
 def check_digest(name: str, digest: str, listed: str) -> None:
-    """Reject a file whose digest differs from the one that the hub lists for its commit."""
+    """Raise `ConfigError` if the digest of file `name` is not the one that the hub lists."""
     if digest != listed:
         raise ConfigError(
             f"{name} has digest {digest}, and the hub lists {listed} for this commit: its content "

@@ -116,7 +116,7 @@ def setup_logging(
 
 
 def close_logs() -> logging.Logger:
-    """Undo `setup_logging`, except for the redirected stdout."""
+    """Undo `setup_logging`, except for the redirected stdout; return the logger."""
     logger = logging.getLogger("jaxdist")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

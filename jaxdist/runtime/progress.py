@@ -51,7 +51,7 @@ def _is_notebook() -> bool:
 
 
 class Progress:
-    """Progress of work of `total` units ("B", "batches"; 0 = unknown); a context manager."""
+    """Progress of work of `total` (0 = unknown) in a `unit`, e.g. "B"; a context manager."""
 
     def __init__(self, what: str, total: int, unit: str):
         self._what, self._total, self._unit = what, total, unit
@@ -97,7 +97,7 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str, after_s: float | None = None) -> Iterator[None]:
-    """Log during a `with` block that it waits for `what`.
+    """Log lines with `what` while a `with` block runs.
 
     The first line comes after `after_s` seconds (default `SHORT_S`), then one every half minute.
     """

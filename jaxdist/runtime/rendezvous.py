@@ -44,7 +44,7 @@ _ANSWER = re.compile(rb"jaxdist ([0-9a-f]{64}) ([^\n]*)\n")
 
 
 class RendezvousError(RuntimeError):
-    """The processes of a job did not all check in; the next attempt may succeed."""
+    """Raised if not all processes of a job checked in; the next attempt may succeed."""
 
     has_traceback = False
     advice = (
@@ -217,7 +217,7 @@ class _CheckInServer:
 
 
 def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> str:
-    """Return the host address that all processes connected to; if they differ, the wildcard."""
+    """Return the address:port that all processes connected to; [::]:port if they differ."""
     host, port = plan.coordinator_address.rsplit(":", 1)
     if is_loopback(host):
         return plan.coordinator_address

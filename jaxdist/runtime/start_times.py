@@ -36,7 +36,7 @@ class StartTimes:
 
     @classmethod
     def of_process(cls) -> StartTimes:
-        """Measure from the start of this process."""
+        """Return times that begin at the start of this process."""
         return cls(_process_start(), float(os.environ.get(FAILED_AT, 0)))
 
     @property

@@ -43,7 +43,7 @@ InputValues: TypeAlias = Mapping[str, Any]
 
 
 def read_settings(cls: type[T], argv: Sequence[str], **options: Any) -> T:
-    """Read the settings of a command; see `read_with_origins`."""
+    """Return the settings of a command; `options` are those of `read_with_origins`."""
     return read_with_origins(cls, argv, **options)[0]
 
 
@@ -63,7 +63,7 @@ def read_with_origins(
     values: Mapping[str, Any] | None = None,
     read_url: Callable[[str], bytes] | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Read the settings of a command, and the origin of each value, e.g. "flag --steps".
+    """Return the settings of a command, and dotted name -> origin, e.g. "flag --steps".
 
     Later sources override earlier ones: the defaults of `cls` (or `base`), `--config FILE.toml`,
     flags.
@@ -129,7 +129,7 @@ def read_with_origins(
 
 
 def _broken_rules(config: Any) -> list[str]:
-    """Return `problems_of` the settings; an invalid path is a problem too."""
+    """Return `problems_of` the settings, or one problem if a path cannot be used."""
     try:
         return problems_of(config)
     except OSError as error:
@@ -341,7 +341,7 @@ class _Reader:
         self.origins[field.name] = one.origin
 
     def _after_earlier_flag(self, field: Field, one: Input, value: Any) -> Any:
-        """Add the value of a repeated flag to a list; reject it for any other field."""
+        """Return `value` after that of an earlier flag of a list; report other repetitions."""
         earlier = self.origins.get(field.name, "")
         if not (earlier.startswith(_TYPED) and one.origin.startswith(_TYPED)):
             return value

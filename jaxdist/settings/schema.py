@@ -48,7 +48,7 @@ class Field:
 
 
 class BadValueError(ValueError):
-    """Raised for a value of a wrong type; the message describes what the field takes."""
+    """Raised for a value that a field does not take; the message gives the reason."""
 
 
 def flag_of(name: str) -> str:
@@ -58,7 +58,7 @@ def flag_of(name: str) -> str:
 
 @functools.cache
 def types_of(cls: type) -> dict[str, Any]:
-    """Return the annotation by field name, with strings resolved."""
+    """Return field name -> annotation of a dataclass, with strings resolved."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -159,7 +159,7 @@ def describe(annotation: Any) -> str:
 
 
 def join_choices(choices: typing.Iterable[Any]) -> str:
-    """Join as in `a, b or c`."""
+    """Return the choices as text: `a, b or c`."""
     *most, last = [str(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last
 

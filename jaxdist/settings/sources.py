@@ -24,7 +24,7 @@ class Input:
     Attributes:
         raw: TOML value, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
-        section_origin: start of the outermost section in a file; `origin` for a keyword.
+        section_origin: line at which the outermost section begins in a file; else as `origin`.
     """
 
     path: Path
@@ -107,7 +107,7 @@ class FlagWords:
 
 
 def split_flags(argv: Sequence[str]) -> list[FlagWords]:
-    """Split a command line of another program like `split_arguments`, without switches."""
+    """Return the flags and other words of a command line of another program, in order."""
     flags, following = [], list(argv)
     while following:
         word = following.pop(0)
@@ -129,13 +129,13 @@ def value_of(argv: Sequence[str], *names: str) -> str | None:
 
 
 def without_flags(argv: Sequence[str], *names: str) -> list[str]:
-    """Remove the flags of these names and their values."""
+    """Return the command line without the flags of these names and their values."""
     kept = (flag.words for flag in split_flags(argv) if flag.name not in names)
     return [word for words in kept for word in words]
 
 
 def program_inputs(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Input]:
-    """Convert settings of a Python program: dotted names, short names or nested tables.
+    """Return the settings of a Python program, one `Input` each, from names or nested tables.
 
     `values` are e.g. {"steps": 10, "optim.peak_lr": 1e-3, "train": {"seq_len": 64}}. `aliases` map
     short names to dotted names.

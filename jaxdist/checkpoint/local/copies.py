@@ -21,7 +21,7 @@ _NAMED = 4  # sets of hosts listed in a log line
 
 @dataclasses.dataclass(frozen=True, order=True)
 class FailureDomain:
-    """Host and rack that fail together with a process; rack "" = unknown."""
+    """The host of a process and its rack, which fail as one; rack "" = unknown."""
 
     rack: str
     host: str
@@ -30,8 +30,8 @@ class FailureDomain:
 def failure_domain_of(environ: Mapping[str, str], hostname: str) -> FailureDomain:
     """Return the failure domain of this process: its rack and its host.
 
-    The environment variable `VARIABLE` decides if set; else SLURM's topology gives the rack, and
-    the host is `hostname`.
+    `VARIABLE` in `environ`, if set, has both as RACK/HOST, or the host; else SLURM's topology
+    gives the rack, and the host is `hostname`.
     """
     if named := environ.get(VARIABLE, ""):
         rack, _, host = named.rpartition("/")
@@ -43,7 +43,7 @@ def failure_domain_of(environ: Mapping[str, str], hostname: str) -> FailureDomai
 
 
 def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]:
-    """Return the processes that write: one per host and set of equal shards."""
+    """Return the processes that write their shards: one per host and set of equal shards."""
     first: dict[tuple[FailureDomain, str], int] = {}
     for process, held in enumerate(zip(domains, shards, strict=True)):
         first.setdefault(held, process)
@@ -53,7 +53,7 @@ def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]
 def receivers(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[int, list[int]]:
-    """Return process -> the processes that keep a copy of its shards.
+    """Return process -> the processes of other hosts that keep a copy of its shards.
 
     Equal `shards` are equal data, so the shards of a replica on another host count as a copy.
     """
@@ -84,7 +84,7 @@ def receivers(
 def holders(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[str, set[FailureDomain]]:
-    """Map each set of shards to the hosts whose disks have it after a save."""
+    """Return set of shards -> the hosts whose disks have it after a save."""
     held: dict[str, set[FailureDomain]] = {}
     for domain, name in zip(domains, shards, strict=True):
         held.setdefault(name, set()).add(domain)
@@ -109,7 +109,7 @@ class Survivable:
     fatal: tuple[frozenset[FailureDomain], ...]
 
     def line(self) -> str:
-        """Return one line for the log."""
+        """Return which losses of hosts and racks local saves survive, as one line for the log."""
         named = few(["+".join(sorted(p.host for p in one)) for one in self.fatal], _NAMED)
         if not self.any_hosts:
             return f"local saves survive crashed processes, but not the loss of {named}"
@@ -126,7 +126,7 @@ class Survivable:
 def survivable(
     held: Mapping[str, Collection[FailureDomain]], domains: Sequence[FailureDomain]
 ) -> Survivable:
-    """Return which host losses leave a copy of every set of shards; `held` is that of `holders`."""
+    """Return which host losses leave a copy of each set of shards; `held` is from `holders`."""
     sets = {frozenset(hosts) for hosts in held.values()}
     by_least: dict[FailureDomain, list[frozenset[FailureDomain]]] = {}
     for one in sets:

@@ -17,7 +17,7 @@ FILE_NAME = "local_tier.json"
 
 @dataclasses.dataclass
 class Lineage:
-    """Id of the run on local disks, and the step each generation resumed from (-1: none)."""
+    """Id of the run on local disks, and the step each generation resumed from (-1 = none)."""
 
     run: str
     resumed_from: list[int]
@@ -28,7 +28,7 @@ class Lineage:
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Return whether a save is valid: no later generation resumed from an earlier step."""
+        """Return whether a save is valid: no later generation resumed from a step before it."""
         exists = 0 <= generation <= self.generation
         return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 

@@ -22,7 +22,7 @@ DOCUMENT = "document.json"
 
 
 class Save(NamedTuple):
-    """One set of shards of one save."""
+    """One set of shards, named by its digest, of the local save of a step in a generation."""
 
     generation: int
     step: int
@@ -45,7 +45,7 @@ class LocalStore:
         return [save for save in self._all() if not self._lacks(save)]
 
     def write(self, save: Save, files: Iterable[tuple[str, Any]], document: str) -> int:
-        """Write a save from (name, buffer) pairs, its manifest last; return its bytes."""
+        """Write a save from (name, buffer) pairs, its manifest last; return its size in bytes."""
         location = self._cleared(save)
         entries: dict[str, list[int]] = {}
         for name, data in (*files, (DOCUMENT, document.encode())):
@@ -56,7 +56,7 @@ class LocalStore:
         return sum(size for size, _ in entries.values())
 
     def take(self, save: Save, fetch: Callable[[str], bytes]) -> None:
-        """Copy a save that `fetch` reads by path; raises `CorruptCheckpoint` if it is damaged."""
+        """Copy a save to this disk, with `fetch`: path -> content; raises `CorruptCheckpoint`."""
         location = self._cleared(save)
         try:
             files: dict[str, list[int]] = json.loads(fetch(f"{save.path}/{manifest.FILE_NAME}"))[
@@ -72,7 +72,7 @@ class LocalStore:
         manifest.write(location, save.step, files, {})
 
     def problem(self, save: Save) -> str:
-        """Return why a save must not be used, or "", after reading every file."""
+        """Read every file of a save; return why it must not be used, or ""."""
         try:
             return manifest.damage(self._location(save))
         except OSError as error:
@@ -83,7 +83,7 @@ class LocalStore:
         return (self._location(save) / name).read()
 
     def document(self, save: Save) -> Mapping[str, Any]:
-        """Return the document of a save."""
+        """Return the document of a save: `step`, `meta` and `arrays`."""
         return dict((self._location(save) / DOCUMENT).json())
 
     def delete(self, saves: Iterable[Save]) -> None:
@@ -99,18 +99,18 @@ class LocalStore:
         self.delete(save for save in saves if save[:2] not in newest)
 
     def clean(self, lineage: Lineage) -> None:
-        """Delete unfinished saves and saves that became invalid."""
+        """Delete unfinished saves and saves that are invalid by `Lineage.counts`."""
         for generation, shards in self._sets():
             with contextlib.suppress(OSError):
                 manifest.delete_partial(self.root / generation / shards)
         self.forget(lineage)
 
     def forget(self, lineage: Lineage) -> None:
-        """Delete saves that became invalid."""
+        """Delete saves that are invalid by `Lineage.counts`."""
         self.delete(s for s in self._all() if not lineage.counts(s.generation, s.step))
 
     def close(self) -> None:
-        """Remove the directory of a run without saves."""
+        """Remove the run's directory if it has no saves."""
         with contextlib.suppress(OSError):
             os.rmdir(self.root)
 

@@ -112,7 +112,7 @@ class LocalTier:
             self._start(self._copy_again, lost)
 
     def clean(self) -> None:
-        """Delete unfinished saves and saves that became invalid."""
+        """Delete unfinished saves and saves that are invalid by `Lineage.counts`."""
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
@@ -260,7 +260,10 @@ class LocalTier:
             raise CheckpointError(errors[0])
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> Assignment:
-        """Return what this process writes and copies; process 0 assigns it at the first call."""
+        """Return whether this process writes its shards, and which peers' shards it copies.
+
+        Process 0 decides this at the first call.
+        """
         if self._part is None:
             own = digest_of(leaves)
             self._shards = self._group.collect(own)
@@ -269,7 +272,7 @@ class LocalTier:
         return self._part
 
     def _parts(self) -> list[tuple[bool, list[tuple[str, Peer]]]]:
-        """Return, for each process, whether it writes its shards, and what it copies from whom."""
+        """Return per process whether it writes its shards, and (shards, peer) of each copy."""
         writers = copies.writers(self._domains, self._shards)
         parts: list[tuple[bool, list[Any]]] = [(p in writers, []) for p in range(len(self._peers))]
         takers = copies.receivers(self._domains, self._shards, self._config.neighbours)
@@ -281,7 +284,7 @@ class LocalTier:
     # -- restoring ---------------------------------------------------------------------------------
 
     def choose(self, target: Any, at_least: int) -> int | None:
-        """Return the newest complete step ≥ `at_least`, or None.
+        """Return the step of the newest complete local save, at least `at_least`; None if none is.
 
         This process's shards of that save are then on its disk and verified. `target` is a tree of
         `jax.ShapeDtypeStruct`s with sharding.
@@ -356,10 +359,10 @@ class LocalTier:
         return dict(self._store.document(self._chosen)["arrays"])
 
     def _choose_sources(self, replies: list[Any], at_least: int) -> list[list[Any]]:
-        """Return for each process: generation and step of the chosen save; source; fetch or not.
+        """Return for each process [generation, step, reason, source, whether it fetches first].
 
-        The reason comes third: why no save can be loaded, or "". The source is the process (`Peer`)
-        that has the shards, or None without a save.
+        Generation and step are those of the chosen save. The reason is why no save can be loaded,
+        or "". The source is the `Peer` that has the shards, None without a save.
         """
         generation, step, sources, reason = newest(replies, at_least)
         if not sources:
@@ -429,7 +432,7 @@ def _with_problem(replies: list[list[Any]]) -> list[list[Any]]:
 
 
 def name_of(leaf: int, piece: int) -> str:
-    """Return the file name of a piece."""
+    """Return the file name of piece number `piece` of leaf number `leaf`."""
     return f"{leaf:05d}.{piece}"
 
 

@@ -41,7 +41,7 @@ _ANSWER_S = 3.0
 
 
 def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
-    """Announce to all processes that this one ends with `code`; only the first one counts.
+    """Announce to all processes that this one ends with `code`; only the first one is read.
 
     `is_cause` is False if the error is only a consequence of another process's end.
     """
@@ -134,7 +134,7 @@ def _follow(failure: dict[str, Any], process_id: int) -> None:
 
 
 def _silent_processes() -> str:
-    """Answer that this process runs; return a line with the processes that do not, if any."""
+    """Publish that this process runs; return a line that names those that do not, or ""."""
     if "JAXDIST_LOG_DIR" in os.environ:  # the launcher reports how each process ended
         return ""
     service.publish(_ANSWERS, socket.gethostname())
@@ -159,14 +159,14 @@ def _end(text: str, code: int = 1) -> NoReturn:
 
 
 def request_abort(folder: str | os.PathLike[str], process: int, line: str) -> None:
-    """Make all watchdogs that check this folder end their processes, with a reason."""
+    """Write `abort.json` into a folder: its watchdogs end their processes and print `line`."""
     failure = {"process": process, "time": time.time(), "line": line}
     with contextlib.suppress(OSError):
         (locate(folder) / ABORT_FILE).write(json.dumps(failure), durable=False)
 
 
 def write_error_file(code: int, text: str, advice: str) -> None:
-    """Write why this process ends into the file that the launcher named."""
+    """Write exit code, error and advice into the launcher's JSON file, if it named one."""
     path = os.environ.get("JAXDIST_ERROR_FILE")
     if not path:
         return

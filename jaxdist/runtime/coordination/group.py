@@ -28,7 +28,7 @@ _topics: dict[str, Group] = {}  # groups of the functions below
 
 
 class LateProcess(TimeoutError):
-    """A process of the job did not take part in an exchange in time; the text has its id."""
+    """Raised if a process did not take part in an exchange in time; the text has its id."""
 
 
 class Group:
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this process decides."""
+        """Return whether this is process 0, which runs the decisions."""
         return self.process_id == 0
 
     def decide(self, decision: Callable[[], Any]) -> Any:
@@ -75,10 +75,10 @@ class Group:
         return self._decided(decision)
 
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """Return `decision` of the JSON values of all processes, by process id; also a barrier.
+        """Run `decision` on process 0 with all processes' JSON values, by id; return its result.
 
-        A process sends 2 requests, process 0 one per process. Keep the result of `decision` small,
-        because all processes read it. Raises `LateProcess` everywhere after `timeout_s`.
+        Also a barrier. A process sends 2 requests, process 0 one per process. Keep the result
+        small, because all processes read it. Raises `LateProcess` everywhere after `timeout_s`.
         """
         if self.num_processes == 1:
             return decision([value])
@@ -171,7 +171,7 @@ class Group:
 
 
 def decide(topic: str, decision: Callable[[], Any]) -> Any:
-    """Call `Group.decide` on the job's group for `topic`.
+    """Run `decision` on process 0; return its JSON value, or raise its error, everywhere.
 
     The n-th call with a topic matches the n-th call in the other processes.
     """
@@ -181,7 +181,7 @@ def decide(topic: str, decision: Callable[[], Any]) -> Any:
 def decide_from(
     topic: str, value: Any, decision: Callable[[list[Any]], Any], timeout_s: float = _WAIT_S
 ) -> Any:
-    """Return `decision(values of all processes)`, made on process 0, on every process."""
+    """Run `decision` on process 0 with the values of all; return its result everywhere."""
     if not service.is_joined():
         return decision([value])
     group = _group(topic)
@@ -190,7 +190,7 @@ def decide_from(
 
 
 def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """Return the values of all processes on process 0; see `Group.collect`."""
+    """Return the values of all processes, by process id, on process 0; [] elsewhere."""
     if not service.is_joined():
         return [value]
     group = _group(topic)
@@ -213,7 +213,7 @@ _POLL_S = 1.0
 
 
 class GivenUp(Exception):
-    """Another process aborted the barrier; it reports its error by other means."""
+    """Raised if another process aborted the barrier; it reports its error by other means."""
 
 
 class Barrier:

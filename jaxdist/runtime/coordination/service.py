@@ -18,7 +18,7 @@ _ROOT = "jaxdist/"
 
 
 def is_joined() -> bool:
-    """Return whether this process is connected to others."""
+    """Return whether this process is connected to a job of several processes."""
     return _state() is not None
 
 
@@ -89,14 +89,14 @@ def has_stop_service() -> bool:
 
 
 def reached_agreed_stop(call: int) -> bool:
-    """Return whether all processes agreed to stop at call number `call`."""
+    """Return whether all processes agreed to stop at `call`, the number of this call."""
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.reached_preemption_sync_point(call))
 
 
 def leave() -> None:
-    """Disconnect after all processes are ready to; no-op if alone."""
+    """Wait until all processes call this, then disconnect; do nothing if alone."""
     state = _state()
     if state is not None:
         state.shutdown()

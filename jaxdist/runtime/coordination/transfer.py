@@ -81,7 +81,7 @@ class FileClient:
 
 @contextlib.contextmanager
 def connected(host: str, port: int, secret: str) -> Iterator[FileClient]:
-    """Open a client for a `with` block."""
+    """Yield a `FileClient` of the server at host and port; close it after the block."""
     client = FileClient(host, port, secret)
     try:
         yield client

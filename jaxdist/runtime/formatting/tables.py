@@ -10,7 +10,7 @@ WIDTH = 100
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") -> list[str]:
-    """Return rows of equally many cells as lines; `left` columns left-aligned, others right."""
+    """Return a line per row of cells, in aligned columns: the first `left` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["<"] * left + [">"] * (len(widths) - left)
     return [
@@ -22,7 +22,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") ->
 
 
 def wrap(text: str, width: int = WIDTH, *, head: str = "") -> list[str]:
-    """Wrap a paragraph below a `head`; words, paths and flags are not broken."""
+    """Return the lines of a text after `head`, wrapped at spaces and indented by its width."""
     return textwrap.wrap(
         text,
         width,
@@ -34,6 +34,6 @@ def wrap(text: str, width: int = WIDTH, *, head: str = "") -> list[str]:
 
 
 def few(names: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Return the first names and the number of others: `a, b and 3 more`."""
+    """Return the first `most` names and the number of others: `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more

@@ -105,7 +105,7 @@ class Location(os.PathLike[str]):
         return {name: (self / name).size() for name in self.files()}
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return relative path -> (bytes, tag) of every file below; "" -> its own for a file.
+        """Return relative path -> (bytes, tag) of each file below, or for a file "" -> its own.
 
         A tag changes with the content; file systems have no tags, so it is "".
         """
@@ -211,7 +211,7 @@ class Location(os.PathLike[str]):
         return Appender(self.path)
 
     def append_descriptor(self) -> int:
-        """Return an appending file descriptor, for C code and child processes."""
+        """Open the file for appending, for C code or a child process; return the descriptor."""
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _MODE)
 
     def lock(self) -> LockFile:
@@ -294,7 +294,7 @@ class Appender:
 
 
 class Locked(Exception):
-    """Another process holds the lock; `holder` is the content of its lock file."""
+    """Raised if another process holds the lock; `holder` is the content of its lock file."""
 
     def __init__(self, holder: bytes) -> None:
         super().__init__("locked by another process")

@@ -172,7 +172,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 
 class _Busy(OSError):
-    """The server answered that it is busy."""
+    """Raised if the server answered that it is busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ class ObjectLocation(Location):
         return sizes
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return relative path -> (bytes, ETag) of every file below; "" -> that of this object."""
+        """Return relative path -> (bytes, ETag) of each object below; "" -> this object's own."""
         tags: dict[str, tuple[int, str]] = {}
         for meta in self._below():
             name, is_part = part_of(meta["path"].removeprefix(self._key).lstrip("/"))

@@ -40,7 +40,7 @@ _failed: list[Exception] = []  # unexpected errors of uploads; the first one is 
 
 
 def part_of(path: str) -> tuple[str, bool]:
-    """Return the file that an object belongs to, and whether the object is only a part."""
+    """Return the path of the file that an object belongs to, and whether it is only a part."""
     match = re.fullmatch(r"(.+)/part-\d{8}-[0-9a-f]{8}", path)
     return (match[1], True) if match else (path, False)
 
@@ -67,14 +67,14 @@ def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> b
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
-    """Return a descriptor of a local file, one per location, whose content is uploaded there."""
+    """Return a descriptor of the local file whose content is uploaded to a location."""
     if location.path not in _spools:
         _spools[location.path] = _Spool(location, next_part())
     return _spools[location.path].descriptor()
 
 
 def mirror(file: Path, location: Location) -> Mirror:
-    """Start copying a local file (written by a library) to a location whenever it has grown."""
+    """Return a `Mirror`: a thread copies a local file to a location whenever it has grown."""
     return Mirror(file, location)
 
 
@@ -125,7 +125,7 @@ class PartAppender(_Uploaded, Appender):
 
     @property
     def pending(self) -> bytes:  # type: ignore[override]
-        """Bytes whose upload failed."""
+        """Data whose upload failed; b"" if none did."""
         with self._memory:
             return bytes(self._part[max(self._written, 0) :]) if self._failure else b""
 
