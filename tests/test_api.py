@@ -209,8 +209,9 @@ def test_importable_function_is_recorded_by_name(tmp_path):
 
 def test_run_draws_its_curves_and_shows_its_results(run):
     pytest.importorskip("matplotlib", reason="needs the dev extra (matplotlib)")
-    loss = run.plot().axes[0].lines[0]
-    assert list(loss.get_ydata()) == run.losses
+    figure = run.plot()
+    assert list(figure.axes[0].lines[0].get_ydata()) == run.losses
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook displays
     table = run._repr_html_()
     assert table.count("<table>") == 1 and run.exit_reason in table
 

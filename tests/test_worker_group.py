@@ -157,7 +157,7 @@ sys.exit(int(sys.argv[1]))
 def server(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    started = ForkServer(["colorsys", "no_such_module"])
+    started = ForkServer(["colorsys", "no_such_module", "numpy"])
     wait_until(started.is_ready)
     yield started
     started.close()
@@ -191,6 +191,8 @@ def test_fork_is_an_independent_process(server):
         "stdin": "",
         "interrupt": False,
     }
+    threads = os.listdir(f"/proc/{server._process.pid}/task")
+    assert len(threads) == 1  # OpenBLAS has ended its own before the fork
     done, _ = start(server, "3")
     assert done.wait() == done.poll() == done.returncode == 3
     assert running.poll() is None and running.returncode is None

@@ -2,7 +2,8 @@
 
 Most of the time of a restart goes into importing jax. The launcher therefore keeps one process per
 host that has imported everything; a worker is started by forking it. The server starts no device
-and no thread, so that forking is safe.
+and no thread of its own. The idle threads that NumPy's OpenBLAS starts at its import are ended by
+OpenBLAS before each fork. So the server has one thread when it forks, and forking is safe.
 
     launcher                                  fork server
     ForkServer()            -- starts -->     imports, then sends "ready"

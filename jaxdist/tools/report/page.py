@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import math
@@ -100,7 +101,10 @@ def _table(
 def draw_curves(
     runs: Sequence[ReportedRun], colors: Sequence[str], *, x: str = "step", log_y: bool = False
 ) -> Any:
-    """Return a matplotlib figure with one chart per quantity; None without a finite value."""
+    """Return a matplotlib figure with one chart per quantity; None without a finite value.
+
+    A notebook shows it as an image, also if pyplot is not imported.
+    """
     from matplotlib.figure import Figure
 
     unit = runs[0].unit
@@ -123,7 +127,16 @@ def draw_curves(
             axes.set_yscale("log")
         for run, color, line in zip(runs, colors, lines, strict=True):
             _draw(axes, run, color, line, x, "o--" if is_eval else "-")
-    return figure
+    shown: Any = figure
+    shown._repr_png_ = functools.partial(_png_of, figure)
+    return shown
+
+
+def _png_of(figure: Any) -> bytes:
+    """Return the image of a matplotlib figure."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
 
 
 def _draw(
