@@ -151,5 +151,8 @@ def test_notebook_runs(path, execute):
     )
     for line in ("\nmesh ", "train step compiled", "\nended ", "\nnext "):
         assert line in printed, printed
-    expected = {"train": ["training loss", "<svg", "iVBORw0KGgo"], "finetune": ["Good day.", "Farewell."]}
+    expected = {
+        "train": ["training loss", "<svg", "iVBORw0KGgo"],
+        "finetune": ["Good day.", "Farewell."],
+    }
     assert all(word in printed for word in expected[path.stem]), printed[-2000:]
