@@ -30,7 +30,7 @@ class Workload:
         num_microbatches: microbatches per device.
         rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
         num_virtual_stages: virtual stages per pipeline stage.
-        layers_per_stage: number of layers of each virtual stage; () = chosen.
+        layers_per_stage: number of layers of each virtual stage; () = chosen by the planner.
         context_len: positions of a row if the context axis can split it, else None.
     """
 
@@ -159,13 +159,13 @@ class Axis:
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-    """Return the names of the mesh axes in a spec, in its order."""
+    """Return the names of the mesh axes in a `PartitionSpec`, in its order."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return tuple(axis for entry in entries for axis in entry if axis is not None)
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """Return the dim that the mesh axis `axis` splits; None if it splits none."""
+    """Return the index of the dim that the mesh axis `axis` splits; None if it splits none."""
     for dim, entry in enumerate(spec):
         if axis == entry or (isinstance(entry, tuple) and axis in entry):
             return dim

@@ -55,7 +55,7 @@ NF4 = np.array(
 
 @functools.cache
 def dynamic_map(is_signed: bool) -> Float32[np.ndarray, "codes=256"]:
-    """Return the values of the codes, sorted, from the largest magnitude 1 down to 0.
+    """Return the 256 values of the codes, ascending from about -1 (0 without signs) to 1.
 
     Decade i of seven, 10^(i - 7) to 10^(i - 6), has the centers of 2^i equal intervals for each
     sign, or 2^(i + 1) without signs (Dettmers et al. 2022, section 1.3).
@@ -95,7 +95,8 @@ class BlockLayout:
 
     Attributes:
         inputs: sizes of its input dims, which hold the blocks in this order.
-        parts: outputs of each separately quantized tensor along dim `dim` of the outputs.
+        parts: number of outputs, along dim `dim` of the outputs, of each tensor that is quantized
+            separately.
         is_outer: the tensors' rows are ordered by dim `dim` first, not by the order of the outputs.
     """
 
@@ -120,7 +121,7 @@ class BlockLayout:
 
     @property
     def unit(self) -> int:
-        """Number of inputs that a shard may not cut."""
+        """Number of consecutive inputs that must stay on one device."""
         shares_range = self.format == "nf4" and _NESTED % self.per_output
         return BLOCK * (self.run if shares_range else 1)
 
@@ -148,11 +149,11 @@ class BlockLayout:
         return self._weight(own(flat, "uint8", 2), scales, outs)
 
     def quantize(self, w: Array) -> BlockWeight:
-        """Quantize layer by layer w [layers, *inputs, *outputs], of any float dtype."""
+        """Return the `BlockWeight` of w [layers, *inputs, *outputs], of any float dtype."""
         return jax.lax.map(self._quantize_layer, w)
 
     def quantize_on_mesh(self, w: Array, target: BlockWeight) -> BlockWeight:
-        """Quantize a sharded w [layers, *inputs, *outputs] into arrays placed as in `target`."""
+        """Return the `BlockWeight` of sharded w [layers, *inputs, *outputs], placed as `target`."""
         sharding: Any = w.sharding
         run, stages = self.quantize, [*sharding.spec, None][0]
         if stages is not None:  # a loop over all layers would gather them
@@ -165,7 +166,7 @@ class BlockLayout:
         return BlockWeight(codes, scales, self.format, self.inputs[1:], len(outs))
 
     def _quantize_layer(self, w: Array) -> BlockWeight:
-        """Quantize w [*inputs, *outputs]."""
+        """Return the `BlockWeight` of one layer, from w [*inputs, *outputs]."""
         outs = w.shape[len(self.inputs) :]
         blocks = w.astype(jnp.float32).reshape(self.per_output, BLOCK, *outs)
         absmax = jnp.max(jnp.abs(blocks), 1)
@@ -180,7 +181,7 @@ class BlockLayout:
         return self._weight(pairs[:, 0] << 4 | pairs[:, 1], scales, outs)
 
     def _quantize_scales(self, absmax: Array) -> dict[str, Array]:
-        """Quantize scales [blocks, *outputs]: codes, ranges and means as in `BlockWeight`."""
+        """Return a `BlockWeight`'s `scales` in nf4, from float32 scales [blocks, *outputs]."""
         parts, start = [], 0
         for size in self.parts:
             part = jax.lax.slice_in_dim(absmax, start, start + size, axis=1 + self.dim)

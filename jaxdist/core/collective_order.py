@@ -51,7 +51,7 @@ def _element(x: jax.Array) -> jax.Array:
 
 
 def primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any]) -> core.Primitive:
-    """Make a primitive of one result; `kind` maps its operands' types to the result's."""
+    """Make a JAX primitive that runs `compute`; `kind` maps operand types to the result's type."""
     made = core.Primitive(name)
     made.def_abstract_eval(kind)
     mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=False))
@@ -89,8 +89,8 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
     """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
 
     The result is not differentiable. `hidden`: XLA shards an axis automatically, so loops and
-    branches may contain collectives that are not in the trace. Everything waits for the field
-    `PASS` of an argument.
+    branches may contain collectives that are not in the trace. If an argument has the field `PASS`,
+    all collectives, and loops and branches with collectives, wait for its value.
     """
 
     def ordered(*args: Any) -> Any:
@@ -106,7 +106,7 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> core.Jaxpr:
-    """Make loops, branches and collectives wait for `first` and for each other in program order."""
+    """Return the program; its loops, branches and collectives wait for `first` and in order."""
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of collectives since the last loop or branch
@@ -186,7 +186,7 @@ def _cheap(equation: core.JaxprEqn, carries: Iterable[int]) -> list[int]:
 def _tie(
     equation: core.JaxprEqn, operands: Iterable[int], waits_for: list[Any]
 ) -> list[core.JaxprEqn]:
-    """Return the equation, preceded by equations that make these operands wait."""
+    """Return the equation, preceded by equations that make its `operands` wait for `waits_for`."""
     if not waits_for:
         return [equation]
     ties, invars = [], list(equation.invars)

@@ -36,7 +36,7 @@ def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
     """
 
     def experts(x: Array, routing: Routing, up: Array, down: Array, activate: Activate) -> Array:
-        """Return the sum [batch, seq, d_model] of the shares of all experts' outputs."""
+        """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = flatten(x, routing)
         order = order_by_expert(chosen.reshape(-1))
         rows = inverse(order).reshape(chosen.shape)
@@ -50,7 +50,10 @@ def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
 def run_sorted(
     grouped_dot: GroupedDot, rows: Array, sizes: Array, up: Array, down: Array, activate: Activate
 ) -> Array:
-    """Run rows [rows, d_model], sorted by expert, through their experts; sizes int32 [experts]."""
+    """Return the outputs [rows, d_model] of rows [rows, d_model] from their experts.
+
+    Rows are sorted by expert; `sizes`, int32 [experts], counts those of each.
+    """
     num_experts, d_model, ways, mlp = up.shape
     hidden = grouped_dot(rows, up.reshape(num_experts, d_model, ways * mlp), sizes)
     return grouped_dot(activate(hidden.reshape(-1, ways, mlp)), down, sizes)
@@ -64,21 +67,21 @@ def flatten(x: Array, routing: Routing) -> tuple[Array, Array, Array]:
 
 
 def count(chosen: Array, num_experts: int) -> Int[Array, " experts"]:
-    """Return the number of this device's assignments, int32 [tokens, ...], to each expert."""
+    """Return the number of entries of `chosen`, int32 [tokens, ...], for each expert."""
     is_chosen = chosen.reshape(-1, 1) == jnp.arange(num_experts, dtype=chosen.dtype)
     # The audit would treat a sum over local tokens as an incomplete sum over all tokens.
     return collectives.mark_device_local(jnp.sum(is_chosen, 0, dtype=jnp.int32))
 
 
 def order_by_expert(chosen: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """Return the indices of token-to-expert assignments in a stable order by expert."""
+    """Return the indices that sort assignments by `chosen`, the expert of each (stable)."""
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     # JAX gives the result of argsort the type of an array that is equal on all devices.
     return collectives.vary(order, tuple(collectives.varying_axes(chosen)))
 
 
 def inverse(order: Int[Array, " rows"]) -> Int[Array, " rows"]:
-    """Return the inverse of a permutation."""
+    """Return the inverse of the permutation `order`: the index in `order` of each number."""
     zeros = collectives.zeros_like(order)
     index = jnp.arange(order.shape[0], dtype=order.dtype)
     return zeros.at[order].set(index, unique_indices=True)
@@ -90,9 +93,9 @@ def take(
     source: Int[Array, " rows"],
     rows: Int[Array, "tokens experts_per_token"],
 ) -> Float[Array, "rows d_model"]:
-    """Return the token of assignment `source` in each row; 0 if the source is -1.
+    """Return in each row the x of the token of assignment `source`; 0 if `source` is -1.
 
-    `rows` is the inverse: the row of each assignment, or -1.
+    `rows` is the inverse of `source`: the row of each assignment, or -1.
     """
     tokens = x[jnp.maximum(source, 0) // rows.shape[1]]
     return jnp.where((source >= 0)[:, None], tokens, 0)
@@ -136,6 +139,6 @@ combine.defvjp(lambda *inputs: (combine(*inputs), inputs), _combine_backward)
 
 
 def _rows_of(y: Array, rows: Array) -> list[Array]:
-    """Return y [rows, d_model] of each token's choices: experts_per_token × [tokens, d_model]."""
+    """Return the rows of y at `rows`: for each of the choices, an array [tokens, d_model]."""
     parts = (rows[:, i] for i in range(rows.shape[1]))
     return [jnp.where((part >= 0)[:, None], y[jnp.maximum(part, 0)], 0) for part in parts]

@@ -165,7 +165,7 @@ def _linear_cross_entropy(
 
 
 def _zero_sums(weights: Array, vocabulary: Vocabulary) -> tuple[Array, ...]:
-    """Return zeros, float32 [], for the sums of `_linear_cross_entropy`; weights is [tokens]."""
+    """Return a zero, float32 [], for each sum of `_linear_cross_entropy`; weights is [tokens]."""
     return (collectives.zeros_like(weights[0]),) * (2 if vocabulary.regularizers is None else 3)
 
 

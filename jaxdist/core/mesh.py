@@ -41,12 +41,12 @@ class MeshSpec:
 
     @classmethod
     def over(cls, axis: Axis, size: int) -> MeshSpec:
-        """Return a mesh with one axis."""
+        """Return the mesh with `size` devices on one axis, and 1 on all others."""
         return cls(**{axis.name: size})
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshSpec:
-        """Return the sizes of a built mesh."""
+        """Return the axis sizes of a `jax.sharding.Mesh`."""
         return cls(**{name: mesh.shape.get(name, 1) for name in axes.names()})
 
     @classmethod
@@ -79,7 +79,7 @@ class MeshSpec:
         return any(size == _OPEN for _, size in self._sizes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Return the mesh in which an axis of size `-1` takes the remaining devices."""
+        """Return the mesh in which the remaining devices replace `-1`; raise if any are left."""
         if not self.is_open:
             return self
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
@@ -225,7 +225,7 @@ def shrunk_sizes(requested: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> l
 
 
 def fixed_devices(requested: MeshSpec) -> int:
-    """Return the product of axes that cannot shrink: the granularity of an elastic job."""
+    """Return the product of the sizes of axes that cannot shrink; elastic jobs use multiples."""
     return math.prod(requested[axis] for axis in axes.AXES if not axis.shrinks)
 
 

@@ -20,7 +20,7 @@ from jaxdist.settings import ConfigError
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Return every rule that a model and batch violate on a mesh, before anything is built."""
+    """Return an error message for each rule that the sizes of model and batch violate on a mesh."""
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -63,7 +63,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 
 
 def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Return errors if heads or stages do not allow the chosen exchange of keys and values."""
+    """Return error messages if heads or stages do not allow the exchange of keys and values."""
     heads, kv_heads = workload.dims.get("heads", 0), workload.dims.get("kv_heads", 0)
     tensor = spec[TENSOR]
     if spec[CONTEXT] == 1 or heads % tensor or kv_heads % tensor or not kv_heads:
@@ -131,7 +131,8 @@ def default_mesh(
     """Return the mesh for settings that name none, and the reason.
 
     `state_bytes` is the size of parameters, gradients and moments. `memory_bytes` per device is
-    None if unknown. Without the memory estimate `needs`, only the state is considered.
+    None if unknown. `needs` maps a mesh to the estimated bytes per device and their limit; None =
+    only the state is considered.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"

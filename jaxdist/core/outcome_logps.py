@@ -57,10 +57,11 @@ def top_tokens(head: TokenHead, count: int, axis: str | None = None, chunk: int 
 def outcome_logps(
     x: Array, kernel: Array, targets: Array, vocabulary: Vocabulary, temperature: float
 ) -> Array:
-    """Return float32 [tokens, outcomes + 1]; the last outcome is any token not in `targets`.
+    """Return the log-probabilities of each token's targets, float32 [tokens, outcomes + 1].
 
-    x is [tokens, d_model], kernel [d_model, vocab_shard], both in the compute dtype; targets are
-    int32 [tokens, outcomes], different in each row. Communicates outcomes + 3 scalars per token.
+    The last outcome is any token not in `targets`. x is [tokens, d_model], kernel [d_model,
+    vocab_shard], both in the compute dtype; targets are int32 [tokens, outcomes], different in each
+    row. Communicates outcomes + 3 scalars per token.
     """
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:

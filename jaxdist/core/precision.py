@@ -43,7 +43,7 @@ class PrecisionConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section."""
+        """Return an error message for each violated rule of this section."""
         if self.matmul_dtype != "auto" and self.compute_dtype == "float16":
             return [
                 f"precision.matmul_dtype={self.matmul_dtype} with precision.compute_dtype=float16: "
@@ -68,7 +68,7 @@ class PrecisionConfig:
 
 
 def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
-    """Return `scale` float32 [] and `finite_steps` int32 []; {} unless the dtype is float16."""
+    """Return the `scale` float32 [] and `finite_steps` int32 []; {} unless the dtype is float16."""
     if jnp.dtype(compute_dtype) != jnp.float16:
         return {}
     return {

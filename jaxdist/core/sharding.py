@@ -46,7 +46,7 @@ class MeshConfig:
         "auto = dp if the state fits one device, else fsdp",
     )
     zero: Literal[0, 1, 2, 3] = setting(
-        0, "ZeRO stage over the data axis: shards 1 = moments, 2 = also gradients, 3 = also weights"
+        0, "ZeRO stage over dp: 0 = off, 1 = shard moments, 2 = also gradients, 3 = also weights"
     )
     context_attention: Literal["auto", "ring", "all_gather", "all_to_all", "hybrid"] = setting(
         "auto",
@@ -63,7 +63,7 @@ class MeshConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section."""
+        """Return an error message for each violated rule of this section."""
         problems = []
         if self.elastic and (self.shape == "auto" or "-1" in self.shape):
             problems.append(
@@ -81,7 +81,7 @@ class MeshConfig:
 
     @functools.cached_property
     def spec(self) -> MeshSpec | None:
-        """Return the mesh of the settings, parsed once; None for "auto"."""
+        """Return the axis sizes that `shape` names; None for "auto"."""
         return None if self.shape == "auto" else MeshSpec.parse(self.shape)
 
 
@@ -149,7 +149,7 @@ class Layout:
         return self.mesh_spec.num_replicas
 
     def param_specs(self, dims: Any) -> Any:
-        """Return the specs of parameters, for one `Dims` or each leaf of a tree of `Dims`."""
+        """Return `PartitionSpec`s of parameters, for one `Dims` or each leaf of such a tree."""
         return self._specs(dims, with_zero=self.zero == 3)
 
     def gather_specs(self, dims: Any) -> Any:
@@ -168,11 +168,11 @@ class Layout:
         return jax.tree.map(leaf, dims)
 
     def moment_specs(self, dims: Any) -> Any:
-        """Return specs of optimizer moments and of the update; as `param_specs`."""
+        """Return specs of optimizer moments and of the update, for `dims` as in `param_specs`."""
         return self._specs(dims, with_zero=self.zero > 0)
 
     def gradient_specs(self, dims: Any) -> Any:
-        """Return specs of a microbatch's gradients during accumulation; as `param_specs`."""
+        """Return specs of a microbatch's gradients in accumulation; `dims` as in `param_specs`."""
         return self.moment_specs(dims) if self.zero >= 2 else self.param_specs(dims)
 
     def divisible(self, spec: P, shape: tuple[int, ...]) -> P:
@@ -207,7 +207,7 @@ class Layout:
         )
 
     def constrain(self, tree: Any, specs: Any) -> Any:
-        """Constrain arrays of any shapes to `specs` in a jitted function; XLA reshards them."""
+        """Return arrays of any shapes laid out by `specs`, in a jitted function; XLA moves them."""
         return jax.tree.map(
             lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
             specs,

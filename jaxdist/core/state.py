@@ -57,7 +57,7 @@ class TrainState:
 
     @property
     def groups(self) -> dict[str, Params]:
-        """Return the parameter groups by their name in checkpoints."""
+        """Return the parameter groups of the run, by their names in checkpoints."""
         copies = {GROUPS[name].item: tree for name, tree in self.copies.items()}
         return {GROUPS["model"].item: self.params, **copies}
 
@@ -73,12 +73,12 @@ def init_state(
     copies: Collection[str] = (),
     params: Params | None = None,
 ) -> TrainState:
-    """Return a new state in the order of the model; every shard is created on its device.
+    """Return a new state, with layers in the order of the model; devices create their own shards.
 
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
-    shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups
-    besides the model's. `params`, laid out by `layout`, replace random ones; they are donated.
-    `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
+    shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups besides the
+    model's. `params`, laid out by `layout`, replace random ones; they are donated. `loss_scale`:
+    two scalars [], or {} (`precision.initial_loss_scale`).
     """
     state = abstract_state(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, copies=copies
@@ -98,7 +98,7 @@ def abstract_state(
     offload: Offload = "none",
     copies: Collection[str] = (),
 ) -> TrainState:
-    """Return the state in the order of the model as `ShapeDtypeStruct`s with shardings.
+    """Return the state as `ShapeDtypeStruct`s with shardings; layers are in the model's order.
 
     `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
     """
@@ -118,7 +118,7 @@ def abstract_state(
 
 
 def _padded_split(layout: Layout) -> LayerSplit | None:
-    """Return the layers of virtual stages if some have fewer than others, else None."""
+    """Return the split of layers into virtual stages if some have fewer than others, else None."""
     split = LayerSplit(layout.stage_depths or (1,), layout.size(PIPELINE))
     return split if split.is_padded else None
 
@@ -185,8 +185,9 @@ def opt_shardings(
 ) -> Any:
     """Return shardings of the optimizer state.
 
-    Leaves with as many dims as their parameter are sharded like its moments; dims that the devices
-    cannot divide, and other leaves, are replicated.
+    Leaves with as many dims as their parameter are sharded like its moments: in host memory with
+    `offload` "host", None with "disk". Dims that the devices cannot divide, and other leaves, are
+    replicated.
     """
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     if (split := _padded_split(layout)) is not None:

@@ -48,7 +48,7 @@ _ROW_CHUNKS = 4  # the first and the last chunk overlap their collectives with n
 
 
 class StepSettings(NamedTuple):
-    """The sections of the settings that affect the step."""
+    """The sections of the settings that affect the step: train, precision, pipeline."""
 
     train: TrainConfig
     precision: PrecisionConfig = PrecisionConfig()
@@ -333,14 +333,14 @@ def layers_of_a_body(
     gathers: bool,
     split: LayerSplit,
 ) -> tuple[int, str]:
-    """Choose the number of layers per iteration of the layer loop (all or one), with the reason.
+    """Choose the number of layers per iteration of the layer loop, with the reason.
 
-    Unrolling only some layers is slower on every platform. Of a pipeline, virtual stages of two
-    layers are unrolled: Llama 2 13B with five virtual stages takes 1,518 instead of 1,550 ms on
-    GPUs by the roofline; five layers unrolled take longer than a loop. On GPUs, collectives in
-    every layer also make compiling slow, and layers that save only their input have little to
-    copy. ZeRO-2 saves memory, but unrolling needs more: GPT-2 keeps complete gradients longer
-    (6.5, not 5.1 GiB).
+    It is all layers or one; in a pipeline, two or one. Unrolling only some layers is slower on
+    every platform. Of a pipeline, virtual stages of two layers are unrolled: Llama 2 13B with five
+    virtual stages takes 1,518 instead of 1,550 ms on GPUs by the roofline; five layers unrolled
+    take longer than a loop. On GPUs, collectives in every layer also make compiling slow, and
+    layers that save only their input have little to copy. ZeRO-2 saves memory, but unrolling needs
+    more: GPT-2 keeps complete gradients longer (6.5, not 5.1 GiB).
     """
     if offloaded_names(remat):
         return 1, "unrolled layers would not move their activations to the host"

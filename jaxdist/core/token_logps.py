@@ -52,7 +52,7 @@ def make_token_logps(
     """
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
-        """Return float32 [batch, seq] each, for targets int32 [batch, seq].
+        """Return the log-probabilities and entropies of targets int32 [batch, seq], in its shape.
 
         Targets [batch, seq, outcomes] are several tokens at each position, see `TokenLogps`.
         """
@@ -161,16 +161,17 @@ def _chunk_logps(
 
 
 def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | float) -> Array:
-    """Keep the fewest largest logits [tokens, vocab_shard] for which `measure` reaches `needed`.
+    """Return the logits [tokens, vocab_shard], with -inf for all but the largest of each token.
 
-    `measure` maps the kept columns to float32 [tokens], reduced over all devices. The threshold is
-    found bit by bit in ordered integers, so no device needs logits of another.
+    It keeps the fewest for which `measure` reaches `needed`. `measure` maps the kept columns to
+    float32 [tokens], reduced over all devices. The threshold is found bit by bit in ordered
+    integers, so no device needs logits of another.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
     def step(i: Array, threshold: Array) -> Array:
-        """Set a bit of the threshold, uint32 [tokens], if enough logits are above it."""
+        """Return the threshold, uint32 [tokens], with bit i set if enough logits reach it."""
         higher = threshold | (_SIGN >> i.astype(jnp.uint32))
         return jnp.where(measure(order >= higher[:, None]) >= needed, higher, threshold)
 

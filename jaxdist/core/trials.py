@@ -75,7 +75,7 @@ def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
 
 
 def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str) -> Result:
-    """Return the cached result of a trial, else that of a child; {"failed": reason} if it died."""
+    """Return the cached result of a trial, else that of a child; {"failed": reason} if it fails."""
     key = json.dumps([kind, request, device.device_kind, _versions()], sort_keys=True)
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     path = Path(folder or ".") / "trials" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -83,7 +83,9 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
         try:
             return json.loads(path.read_text())["result"]
         except (OSError, ValueError, KeyError):
-            log.warning("%s is checked again: the stored result %s is unreadable", name, path)
+            log.warning(
+                "%s is checked again: the file with its result, %s, is unreadable", name, path
+            )
     with waiting(f"trying {name} in a child process"):
         result = _in_child(kind, request, _child_environ(device))
     if folder and "failed" not in result:
@@ -123,7 +125,7 @@ def _in_child(kind: str, request: Mapping[str, Any], environ: Mapping[str, str])
 
 
 def _child_environ(device: jax.Device) -> dict[str, str]:
-    """Return the environment of a child that uses only this GPU, and little of its memory."""
+    """Return the environment of a child that uses only this GPU, and memory only as needed."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     index = getattr(device, "local_hardware_id", None) or 0
     names = [name for name in visible.split(",") if name.strip()]
@@ -136,7 +138,7 @@ def _child_environ(device: jax.Device) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions on which a result depends."""
+    """Return name -> version of packages, driver and this code, on which a result depends."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -100,7 +100,8 @@ def offloaded_names(remat: str) -> tuple[str, ...]:
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
-    Mesh axes never split a dim `None`. The array is float32 and trained; see `weights.Parameter`.
+    Mesh axes never split a dim with the name None. The array is float32 and trained; see
+    `weights.Parameter`.
     """
 
     storage: Storage = "float32"
@@ -170,7 +171,7 @@ class AttentionCall:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Return the attention window of each kind of layer; 0 = no window."""
+        """Return the distinct attention windows of the layers, in keys; 0 = no window."""
         differ = self.full_every and self.sliding_window
         return (self.sliding_window, 0) if differ else (self.sliding_window,)
 
@@ -226,7 +227,7 @@ class Routing(NamedTuple):
     """The experts that a router chose for each token.
 
     Attributes:
-        experts: int32 [batch, seq, experts_per_token].
+        experts: indices of the chosen experts, int32 [batch, seq, experts_per_token].
         shares: factor of each expert's output, float32 [batch, seq, experts_per_token].
     """
 

@@ -56,7 +56,7 @@ class ParameterGroup(NamedTuple):
         return self._dtype(jnp.dtype(dims.storage)).itemsize
 
     def _dtype(self, stored: Any) -> Any:
-        """Return the dtype of the copy of a stored array; integer codes are copied unchanged."""
+        """Return the dtype that the group's copy of an array of dtype `stored` has."""
         is_real = jnp.issubdtype(stored, jnp.floating)
         return jnp.dtype(self.storage) if self.storage and is_real else stored
 
@@ -90,7 +90,7 @@ class Parameter(Dims):
         keeps_dtype: bool = False,
         num_weights: int = 1,
     ) -> Parameter:
-        """Check that only frozen parameters have a storage dtype other than float32."""
+        """Make the record; raise `ValueError` for a trained parameter that is not float32."""
         if storage != "float32" and update != "none":
             raise ValueError(
                 f"a parameter with storage={storage!r} and update={update!r}: trained parameters "
@@ -180,9 +180,10 @@ def base_of(tree: Any) -> Any:
 def with_weights(
     dot: Callable[..., Array], sum_over: SumOver, barrier: bool = False
 ) -> Callable[..., Array]:
-    """Extend a `Context.dot` of arrays [*dims] to `CompositeWeight`s, using `multiply`.
+    """Return a product like `dot` that also multiplies `CompositeWeight`s, with their `multiply`.
 
-    With `barrier`, both gradients of a product are computed before either is used.
+    `dot` is a `Context.dot` of arrays [*dims]. With `barrier`, both gradients of a product are
+    computed before either is used.
     """
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:

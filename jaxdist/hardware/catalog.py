@@ -109,7 +109,7 @@ _ALIASES = {
 
 
 class _Key(NamedTuple):
-    """A numeric key of the file: field of `Gpu`, unit, allowed values."""
+    """A numeric key of the file: field of `Gpu`, factor to the field's unit, allowed values."""
 
     field: str
     unit: float = 1
@@ -138,7 +138,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 def read_tables(
     tables: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Gpu], list[str]]:
-    """Return the GPUs of a TOML file, one table each, and all problems in it."""
+    """Return name -> GPU of the tables of a TOML file, and error messages for invalid tables."""
     gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
@@ -250,7 +250,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """Return the GPU with a name or alias."""
+    """Return the GPU with a name or alias; raise `ConfigError` if there is none."""
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
     if key in catalog:

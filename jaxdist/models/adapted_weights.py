@@ -51,7 +51,7 @@ class AdaptedWeight(CompositeWeight, abc.ABC):
 
     @abc.abstractmethod
     def with_start(self) -> AdaptedWeight:
-        """Return the weight with initial values of trained arrays that depend on the base."""
+        """Return the weight with the initial values of trained arrays that depend on the base."""
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +136,7 @@ class LoraWeight(AdaptedWeight):
         return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
 
     def merged(self) -> Array:
-        """Return the complete weight [layers, *inputs, *outputs], float32."""
+        """Return the weight with the adapters added, float32 [layers, *inputs, *outputs]."""
         total = self.base.astype(jnp.float32)
         for part in self.parts:
             own = self.adapters[part.module]

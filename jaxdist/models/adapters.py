@@ -72,8 +72,8 @@ class LoraConfig:
     )
     variant: Literal["lora", "rslora", "dora"] = setting(
         "lora",
-        "rslora = multiply by alpha / sqrt(rank), which suits ranks above 64; dora = also train "
-        "the norm of each output's weights",
+        "lora = multiply by alpha / rank; rslora = by alpha / sqrt(rank), which suits ranks above "
+        "64; dora = as lora, and train the norm of each output's weights",
     )
     ranks: list[str] = setting([], "other ranks for some modules, e.g. q_proj=8,down_proj=32")
     token_ids: list[int] = setting(
@@ -93,7 +93,7 @@ class LoraConfig:
         return "float32" if self.base_format == "float32" else "bfloat16"
 
     def blocks(self, model: Any) -> dict[str, BlockLayout]:
-        """Return the blocks of each quantized array of a layer."""
+        """Return name of each quantized array of a layer -> its blocks; {} if none is quantized."""
         if self.base_format not in ("nf4", "int8"):
             return {}
         if not (self.rank and isinstance(model, DecoderConfig)):
@@ -146,7 +146,7 @@ class LoraConfig:
         return problems
 
     def run_problems(self, model: Any) -> list[str]:
-        """Return conflicts with the model of a run."""
+        """Return an error message for each conflict with the model of a run."""
         if not self.rank:
             return []
         if not isinstance(model, DecoderConfig):
@@ -199,7 +199,7 @@ class LoraConfig:
         return problems
 
     def target_modules(self, model: DecoderConfig) -> dict[str, int]:
-        """Return the rank of each module with an adapter."""
+        """Return Hugging Face's name of each module with an adapter -> rank of the adapter."""
         ranks = {name: rank for name, _, rank in (text.partition("=") for text in self.ranks)}
         return {
             name: int(ranks.get(name) or self.rank)
@@ -209,7 +209,7 @@ class LoraConfig:
         }
 
     def scale(self, rank: int) -> float:
-        """Return the factor of an adapter (rsLoRA: Kalajdzievski 2023, theorem 3.2)."""
+        """Return the factor of an adapter of a rank (rsLoRA: Kalajdzievski 2023, theorem 3.2)."""
         return self.alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
 
 
@@ -230,7 +230,7 @@ def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
 
 
 def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
-    """Return a decoder with frozen parameters and adapters in its products, if `rank` is set."""
+    """Return a decoder with frozen parameters and adapters; others, or with rank 0, unchanged."""
     if not (config.rank and isinstance(decoder, DecoderConfig)):
         return model
     ranks, storage = config.target_modules(decoder), config.storage
@@ -308,7 +308,7 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
 
 
 def num_trained(model: Model) -> int:
-    """Return the number of parameters that training updates."""
+    """Return the number of parameters that the optimizer updates."""
     return sum(w.size for w in weights_of(model) if w.dims.update == "gradient")
 
 
@@ -400,7 +400,7 @@ def only_adapters(tree: Any) -> Any:
 
 
 def with_start(tree: Any) -> Any:
-    """Return parameters whose new arrays have the values that depend on the frozen weights."""
+    """Return parameters with adapter arrays that start from frozen weights set to these values."""
     return jax.tree.map(
         lambda w: w.with_start() if _is_adapted(w) else w, tree, is_leaf=_is_adapted
     )

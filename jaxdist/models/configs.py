@@ -103,7 +103,7 @@ class _ModelDefaults:
         return []
 
     def run_problems(self, *_: Any, **facts: Any) -> list[str]:
-        """Return conflicts between this model and a run, see `DecoderConfig.run_problems`."""
+        """Return error messages for conflicts with a run, see `DecoderConfig.run_problems`."""
         return []
 
 
@@ -137,9 +137,9 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     norm_placement: Literal["pre", "post", "both"] = setting(
         "pre",
         "norms of attention and MLP: pre = on their inputs (Llama), post = on their outputs "
-        "(OLMo 2), both (Gemma)",
+        "(OLMo 2), both = on inputs and outputs (Gemma)",
     )
-    positions: Literal["rotary", "learned"] = setting("rotary", "position encoding")
+    positions: Literal["rotary", "learned"] = setting("rotary", "position encoding: RoPE or table")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: dict[str, Any] = setting(
         {},
@@ -195,7 +195,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         0.0, "soft cap of the output logits, a tanh; 0 = none (Gemma 2: 30)", ge=0
     )
     dropout: float = setting(
-        0.0, "dropout rate of the embedding and of each branch (GPT-2 0.1)", ge=0, lt=1
+        0.0, "dropout rate of the outputs of embedding, attention and MLP (GPT-2 0.1)", ge=0, lt=1
     )
     attention_dropout: float = setting(
         0.0, "dropout rate of attention probabilities (GPT-2 0.1)", ge=0, lt=1
@@ -227,12 +227,12 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
+        """Width of an attention head."""
         return self.head_dim or self.d_model // max(1, self.num_heads)
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding table."""
+        """Number of rows of the embedding table: the vocabulary and its padding."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
@@ -319,7 +319,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         objective: str,
         matmul_dtype: str,
     ) -> list[str]:
-        """Return conflicts between this model and a run; `num_tokens` 0 = unknown."""
+        """Return error messages for conflicts of model and run; `num_tokens` 0 = unknown."""
         errors = self.expert_conflicts(objective=objective, matmul_dtype=matmul_dtype)
         if self.positions == "learned" and seq_len > self.max_seq_len:
             errors.append(
@@ -446,7 +446,7 @@ class CnnConfig(_ImageDefaults):
 
     @property
     def flat_size(self) -> int:
-        """Features after the conv blocks, each of which halves height and width."""
+        """Number of features after the conv blocks, each of which halves height and width."""
         return (self.image_size // 4) ** 2 * self.channels[1]
 
     @property
@@ -483,7 +483,7 @@ class ResnetConfig(_ImageDefaults):
 
     @property
     def blocks_per_stage(self) -> int:
-        """Residual blocks, of two layers each, at one image size."""
+        """Number of residual blocks, of two layers each, at one image size."""
         return (self.depth - 2) // 6
 
     def problems(self) -> list[str]:

@@ -75,7 +75,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         } | first_layers(lambda i: init_dense(jax.random.fold_in(layers_key, i)))
 
     def first_layers(value: Callable[[int], Any]) -> Params:
-        """Return {} or the tree of the dense layers before the stacked ones."""
+        """Return the tree of `value(i)` for each dense layer i before the stacked ones, or {}."""
         dense = {str(i): value(i) for i in range(num_dense)}
         return {"first_layers": dense} if dense else {}
 

@@ -19,8 +19,9 @@ class Router:
         scores: function of the logits.
         norm_topk: divide the scores of a token's experts by their sum.
         scale: factor of the shares.
-        groups: groups of adjacent experts; 1 = none.
-        groups_per_token: a token uses these groups, with the highest sums of two best scores.
+        groups: number of groups of adjacent experts; 1 = none.
+        groups_per_token: number of groups whose experts a token may use: those with the highest
+            sums of their two best scores.
         bias: add a bias per expert to the scores in the choice of experts, not in the shares.
         bias_rate: after each step, the bias rises by this for experts with fewer tokens of the
             global batch than the mean, and falls for others; 0 = constant.
@@ -68,7 +69,7 @@ class ExpertSettings:
         0, "number of first layers with an MLP of dense_mlp_dim, not experts (DeepSeek-V3: 3)", ge=0
     )
     dense_mlp_dim: int = setting(
-        0, "hidden width of the MLP of the first_dense_layers", ge=0, le=2**24
+        0, "hidden width of the MLP of the first_dense_layers; 0 without these", ge=0, le=2**24
     )
     router: dict[str, Any] = setting(
         {},
@@ -90,7 +91,7 @@ class ExpertSettings:
         return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     def expert_conflicts(self, *, objective: str, matmul_dtype: str) -> list[str]:
-        """Return conflicts with the objective and the number formats of a run."""
+        """Return error messages for conflicts with the objective and number formats of a run."""
         if not self.num_experts:
             return []
         problems = []

@@ -169,7 +169,7 @@ class Experts(nnx.Module):
 
 
 def routing_aux(batch: Batch, context: Context) -> dict[str, Array]:
-    """Return the `weights` and, as 1 or 0, the `real` tokens, float32 [batch, seq_shard] each.
+    """Return `weights` and `real` (0 = padding, else 1) of tokens, float32 [batch, seq_shard] each.
 
     If the batch has them, also the totals of `STEP_SUMS`, float32 [num_layers, ...].
     """

@@ -11,7 +11,7 @@ _WIDTH, _LAYERS, _HEADS = 128, 4, 8
 
 
 def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConfig:
-    """Return a small model of the same architecture.
+    """Return a small model of the same architecture, for rows of `seq_len` tokens.
 
     Ratios of query to key/value heads and of widths stay. Raises `ConfigError` for a custom model.
     """

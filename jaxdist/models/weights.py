@@ -27,7 +27,7 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per stored element."""
+        """Number of bytes per stored element."""
         return jnp.dtype(self.dims.storage).itemsize
 
     @property
@@ -36,7 +36,7 @@ class Weight:
         return self.dims.storage in ("int8", "uint8") and self.dims.num_weights > 0
 
     def num_gathered_bytes(self, compute_bytes: int) -> int:
-        """Return bytes per element after the all-gather."""
+        """Return the number of bytes per element after the all-gather."""
         return self.num_bytes if self.dims.keeps_dtype else compute_bytes
 
     @property
@@ -65,9 +65,8 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 def num_params(model: Model, active_experts: float = 1.0) -> int:
     """Return the number of parameters, frozen ones included, as model cards count.
 
-    Vocabulary padding, running averages and selection biases of experts are left out.
-
-    `active_experts` is the share of the experts that is counted.
+    Vocabulary padding, running averages and selection biases of experts are left out. Of the
+    experts, only the share `active_experts` is counted.
     """
     padded = model.dims.get("vocab", 0)
     real = lambda weight: model.vocab_size and "vocab" in weight.dims

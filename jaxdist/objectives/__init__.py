@@ -16,7 +16,10 @@ from jaxdist.settings import ConfigError
 
 
 def regularized(objective: Objective, config: TrainConfig) -> Objective:
-    """Return the objective with regularizers; raises `ConfigError` unless it is cross-entropy."""
+    """Return the objective with z-loss and label smoothing; unchanged if both are 0.
+
+    Raises `ConfigError` for objectives other than cross-entropy.
+    """
     if not any(regularizers := Regularizers(config.z_loss, config.label_smoothing)):
         return objective
     if isinstance(objective, TextClassification):

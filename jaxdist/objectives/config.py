@@ -68,7 +68,7 @@ class ObjectiveConfig:
 
     @property
     def strength(self) -> float:
-        """Return beta, or its default for this kind."""
+        """Return beta, or its default for this kind if it is 0."""
         return self.beta or (1.0 if self.distills else 0.1)
 
     @property
@@ -88,7 +88,7 @@ class ObjectiveConfig:
         return self.reference == "precomputed" or (self.reference == "auto" and not has_adapters)
 
     def make(self, *, has_adapters: bool) -> Objective | None:
-        """Return the objective that replaces the model's own; None = cross-entropy."""
+        """Return the objective of this kind; None for cross_entropy, which is the model's own."""
         if self.kind == "cross_entropy":
             return None
         if self.kind == "reward":
@@ -99,7 +99,7 @@ class ObjectiveConfig:
         return Preference(self.kind, self.strength, self.margin, precomputed, self.label_weights)
 
     def added_fields(self, seq_len: int, vocab_size: int) -> dict[str, tuple[Any, Any]]:
-        """Return name -> (shape of one row, dtype) of the fields that a teacher adds."""
+        """Return name -> (shape of a row, dtype) of fields that a teacher adds; {} without one."""
         if not self.distills:
             return {}
         count = min(NUM_TOKENS, vocab_size)
@@ -111,7 +111,7 @@ class ObjectiveConfig:
     def run_problems(
         self, *, records: str, reads: str, num_labels: int, has_adapters: bool
     ) -> list[str]:
-        """Return violated rules; `reads` is what the model reads: "text" or "images"."""
+        """Return error messages for conflicts with a run; the model reads "text" or "images"."""
         problems = []
         if bool(self.teacher) != self.distills:
             fix = "Name the model to learn from" if self.distills else "Leave it out"

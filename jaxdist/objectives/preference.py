@@ -72,8 +72,9 @@ class Preference:
         return baseline + (0 if self.is_precomputed else references)
 
     def prepare(self, batch: Batch, logps: Callable[..., Array]) -> Batch:
-        """Return the global batch [rows, ...] with the reference model's log-probabilities.
+        """Return the global batch [rows, ...] with the fields that the loss needs.
 
+        They are the reference model's log-probabilities (dpo, ipo, kto) and the baseline of KTO.
         `logps` maps a batch to the log-probabilities of its rows, float32 [rows].
         """
         if self.kind not in COMPARED:

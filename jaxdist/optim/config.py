@@ -40,7 +40,7 @@ class OptimConfig:
     )
     beta1: float = setting(0.9, "decay of the first moment (adamw, lion)", ge=0, lt=1)
     beta2: float = setting(
-        0.95, "decay of the second moment (adamw), of the momentum (lion)", ge=0, lt=1
+        0.95, "decay of the second moment (adamw) or of the momentum (lion)", ge=0, lt=1
     )
     eps: float = setting(1e-8, "epsilon, added to the denominators of updates (adamw, muon)", gt=0)
     momentum: float = setting(
@@ -53,7 +53,7 @@ class OptimConfig:
         ge=0,
     )
     max_grad_norm: float = setting(
-        1.0, "largest global norm of the gradient; 0 = no clipping", ge=0
+        1.0, "global norm to which larger gradients are scaled down; 0 = no clipping", ge=0
     )
     freeze: list[str] = setting(
         [],
@@ -99,11 +99,11 @@ class OptimConfig:
 
     @property
     def copies(self) -> dict[str, float]:
-        """Parameter groups besides the model's (EMA) -> decay per step, as in `Optimizer`."""
+        """Name of each parameter group besides the model's -> decay per step; {} without EMA."""
         return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section, except bounds of single fields."""
+        """Return an error message for each violated rule, except bounds of single fields."""
         problems = []
         if not re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             problems.append(

@@ -19,7 +19,7 @@ _GROUP = re.compile(r"([^:]+)((?::(?:lr|weight_decay)=[0-9]*\.?[0-9]+(?:e-?[0-9]
 
 
 def group_problems(config: OptimConfig, axes: Params) -> list[str]:
-    """Return the problems of `config.groups` for a model with these parameters."""
+    """Return error messages for `config.groups`, for a model with these parameters."""
     names = [keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(axes)]
     problems = []
     for text in config.groups:
@@ -37,10 +37,11 @@ def group_problems(config: OptimConfig, axes: Params) -> list[str]:
 
 
 def scale_by_groups(config: OptimConfig, decays: Params) -> optax.GradientTransformation:
-    """Make updates lr · (update + weight_decay · parameter), float32 leaves [...]; no state.
+    """Make the rule that maps updates to factor · (update + weight_decay · parameter); no state.
 
-    `decays` has True for leaves with `config.weight_decay`. The first group that matches a leaf
-    applies; its weight decay is also that of vectors.
+    All are float32 leaves [...]. The factor is that of the first group that matches the leaf, which
+    may also set the weight decay, even of vectors. Other leaves have factor 1, and
+    `config.weight_decay` if `decays` is True.
     """
 
     def leaf(path: Any, decays: bool, update: Any, param: Any) -> Any:
@@ -84,7 +85,7 @@ def is_frozen(config: OptimConfig, name: str) -> bool:
 
 
 def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
-    """Return the problems of `config.freeze` for a model with these parameters."""
+    """Return error messages for `config.freeze`, for a model with these parameters."""
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes)]
     parts = [_plain(part) for part in config.freeze]
     unknown = [part for part in parts if not any(_below(name, part) for name in names)]

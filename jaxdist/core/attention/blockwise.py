@@ -84,7 +84,7 @@ class BackwardStats(NamedTuple):
 
     @classmethod
     def of(cls, out: Q, lse: Lse, cotangent: Q) -> BackwardStats:
-        """Compute delta = output · cotangent."""
+        """Return the statistics, with delta = output · cotangent of each query."""
         wide = lse.dtype
         return cls(cotangent, lse, jnp.sum(out.astype(wide) * cotangent.astype(wide), -1))
 
@@ -100,7 +100,7 @@ def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) 
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Make arrays [*dims] vary over every axis over which any of them varies."""
+    """Return the arrays [*dims]; each varies over every axis over which any of them varies."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
@@ -133,7 +133,7 @@ def name_residuals(total: Partial, dtype: Any) -> tuple[Q, Lse]:
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Merge attention to two disjoint parts of the keys.
+    """Return attention to all keys from attention to two disjoint parts of them.
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
     """
@@ -143,7 +143,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 
 
 def forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Partial:
-    """Attend from these queries to these keys only; not differentiable."""
+    """Return the attention of these queries to only these keys; not differentiable."""
     query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = wide_dtype(query)
@@ -213,7 +213,7 @@ def backward(
             number, q, do, lse, delta, q_span, is_seen = mine
 
             def add_block() -> tuple[Array, Array, Array]:
-                """Return dq [batch, kv_heads, group, block, ...] of this block; dk, dv so far."""
+                """Return dq [batch, kv_heads, group, block, ...] of this block; dk, dv with it."""
                 scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
                 # Mask before any product, because masked values may be infinite.
                 probs = jnp.where(
@@ -243,7 +243,7 @@ def backward(
 
 
 def _together(*inputs: Any) -> Any:
-    """Pass trees of arrays through a barrier, so that none is available before the others.
+    """Return trees of arrays unchanged, but none of them before all are computed (a barrier).
 
     Positions and documents are equal in all layers. Without the barrier, differentiating a loop
     over layers would compute the masks of all blocks before the loop and store them: together

@@ -66,7 +66,8 @@ def plan_exchange(
     """Choose the exchange between `size` devices of the context axis; `setting` may be "auto".
 
     `heads` and `kv_heads` are those of one device before the exchange. `per_node` neighbors along
-    the axis share a node. `has_stages`: the layers run in a pipeline.
+    the axis share a node. `has_stages`: the layers run in a pipeline. Raises `ConfigError` if these
+    numbers do not allow the exchange that `setting` names.
     """
     fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
     # Exchanges between pairs need a ring of even length.
@@ -108,7 +109,11 @@ _NEEDS = {
 def _choose(
     size: int, heads: int, kv_heads: int, rings: list[int], inside: int, packed: bool
 ) -> tuple[Exchange, str]:
-    """Choose the fastest exchange; `rings` and `inside` are legal values of `inner`."""
+    """Return the fastest exchange and the reason.
+
+    `rings` are the legal values of `inner`; `inside` is the largest within a node, 0 if there is
+    none.
+    """
     # Even if it moves more than others: attention takes most of the time of long rows.
     if size in rings:
         return "all_to_all", "the heads divide, and whole rows take the kernel of a single device"
@@ -219,7 +224,10 @@ class _Group(NamedTuple):
     size: int
 
     def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
-        """Shard heads, not positions (all-to-all): [batch, size · seq_shard, heads / size, ...]."""
+        """Return query, key and value with all positions of the group, and a part of the heads.
+
+        All-to-all: [batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...].
+        """
         if self.size == 1:
             return query, key, value
         times = max(1, self.size // key.shape[2])

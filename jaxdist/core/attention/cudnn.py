@@ -53,7 +53,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments) -> Documents:
-        """Number the documents of each row by counting changes of the segment id."""
+        """Return the documents of each row, numbered by counting changes of the segment id."""
         changes = segments[:, 1:] != segments[:, :-1]
         first = jnp.zeros_like(segments[:, :1])
         return cls(jnp.concatenate([first, jnp.cumsum(changes, 1, dtype=jnp.int32)], 1))
@@ -93,7 +93,7 @@ def stats_of(lse: Lse, starts: Int[Array, "batch number"]) -> Stats:
 
 
 def attend_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule) -> Q:
-    """Attend within each document; padding counts as one document."""
+    """Return attention within each document of the rows; padding counts as one document."""
     if reason := too_large(query.shape):
         raise ConfigError(f"{reason}. Use model.attention='xla', or smaller microbatches.")
     return _attend_packed(*declare_alike(query, key, value, segments), rule)
@@ -152,7 +152,7 @@ def backward_packed(
 
 
 def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
-    """Run `run(call, sequences)` for each call and merge its results, leaves [batch, seq, ...].
+    """Run `run(call, sequences)` for each call; return the merged results, [batch, seq, ...] each.
 
     cuDNN does not define results outside the documents of a call, so results are selected by
     document and never added.
@@ -285,7 +285,7 @@ def missing() -> str:
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Save the residuals of attention, so that remat does not repeat it: a remat policy.
+    """Return whether remat keeps a value: True for the residuals of attention (a remat policy).
 
     The residuals of cuDNN's kernel are its output and its log-sum-exp. A policy by name would save
     only the output, and backward would repeat the call.

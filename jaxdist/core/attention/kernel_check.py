@@ -66,7 +66,7 @@ class KernelCheck:
     use: Use = "packed"
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Format a log line: the kernel, and its largest error or the rejection reason."""
         name = f"{self.use.replace('_', ' ')} attention"
         if self.rejection_reason:
             return f"{name}: {self.rejection_reason}; plain JAX instead"
@@ -80,10 +80,11 @@ class KernelCheck:
 
 
 def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
-    """Compare cuDNN's kernel with the reference on a device, forward and backward.
+    """Return the result of comparing cuDNN's kernel with the reference on a device.
 
-    On a ring, rows consist of two groups of at most `_MAX_RING_LEN` positions each, and all kinds
-    of hops are compared. Packed rows are compared with each window of the model.
+    It compares forward and backward. On a ring, rows consist of two groups of at most
+    `_MAX_RING_LEN` positions each, and all kinds of hops are compared. Packed rows are compared
+    with each window of the model.
     """
     try:
         with jax.default_device(device):

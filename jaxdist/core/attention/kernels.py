@@ -130,7 +130,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """Compute float16 [batch, queries, heads, head_dim] in float32, as XLA:CPU has no product."""
+    """Return `attend` with float16 [batch, ..., heads, head_dim] computed in float32, for CPUs."""
 
     def in_float32(query: Q, key: KV, value: KV, *args: Any, **options: Any) -> Q:
         if query.dtype != jnp.float16:
@@ -242,7 +242,7 @@ def visible(
 
 
 def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, softcap: float) -> Q:
-    """Run a kernel that supports the mask and the soft cap.
+    """Return attention by `kernel`, which must support the mask and the soft cap.
 
     Residuals are named "attention" for remat policies; `cudnn.keeps_attention` handles cuDNN's.
     """
@@ -284,7 +284,7 @@ def _attend_dense(
     dropout: AttentionDropout | None = None,
     first_head: Any = 0,
 ) -> Q:
-    """Attend with materialized scores and probabilities, float32 [batch, heads, queries, keys].
+    """Return attention from materialized scores, float32 [batch, heads, queries, keys].
 
     `first_head` is the global index of the first local head: random bits depend on row and head.
     """

@@ -41,7 +41,7 @@ class Ring(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of groups."""
+        """Number of groups on the ring."""
         return collectives.group_size(CONTEXT.name) // self.inner
 
     @property
@@ -50,7 +50,7 @@ class Ring(NamedTuple):
         return collectives.group_index(CONTEXT.name) // self.inner
 
     def send(self, tree: Any, groups: int = 1) -> Any:
-        """Send every leaf to the device with the same index in the group `groups` hops later."""
+        """Send every leaf `groups` groups along the ring; return the leaves that arrive here."""
         move = collectives.permute_in_pairs if self.paired else collectives.permute
         return jax.tree.map(lambda x: move(x, CONTEXT.name, groups * self.inner), tree)
 
@@ -70,7 +70,7 @@ class Ring(NamedTuple):
     def halves(
         self, x: Shaped[Array, "batch length ..."]
     ) -> tuple[Shaped[Array, "batch half ..."], Shaped[Array, "batch half ..."]]:
-        """Split into early and late positions, in row order."""
+        """Return the early and the late half of the positions of x, each in row order."""
         each = x.reshape(x.shape[0], self.inner, 2, -1, *x.shape[2:])
         flat = lambda half: half.reshape(x.shape[0], -1, *x.shape[2:])
         # In the late half of a group, the positions of the first device are the last.
@@ -104,7 +104,7 @@ class _Chunk(NamedTuple):
 def attend_ring(
     query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
 ) -> Q:
-    """Attend to the keys of all groups, which are sent around the ring."""
+    """Return attention to the keys of all groups, which are sent around the ring."""
     return _ring(query, key, value, segments, rule, ring).out.astype(query.dtype)
 
 

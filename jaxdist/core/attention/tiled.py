@@ -70,7 +70,7 @@ def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
-    """Return gradients of the inputs.
+    """Return gradients of query, key and value.
 
     Scores are [batch, kv_heads, keys, group, queries] here: products then need no transposed
     scores.

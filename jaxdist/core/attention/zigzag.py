@@ -70,7 +70,10 @@ class GlobalAttention(NamedTuple):
 def forward(
     queries: Queries, keys: Keys, is_causal: bool, is_earlier: Bool[Array, ""] | None
 ) -> Partial:
-    """Attend to these keys only, in float32; `is_earlier` is None for the group's own keys."""
+    """Return attention to only these keys, converted to float32.
+
+    `is_earlier`: the keys are of an earlier group than the queries; None = of the same group.
+    """
 
     def to_early_keys() -> tuple[Array, Array]:
         return across(queries, early(keys))
@@ -211,7 +214,7 @@ class SharedDocument(NamedTuple):
     def of(
         cls, queries: Int[Array, "batch queries"], keys: Int[Array, "batch keys"]
     ) -> SharedDocument:
-        """Find the document by comparing the document ids of queries and keys."""
+        """Return the document that queries and keys share, from the ids of their positions."""
         last = keys[:, -1:]
         is_last = queries == last
         return cls(is_last, (keys == last) & jnp.any(is_last, axis=1, keepdims=True))

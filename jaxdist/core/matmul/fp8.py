@@ -129,7 +129,7 @@ def make_dot(
 
 
 def names_of(dims: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the names in `dims`, which are as in `types.dot`."""
+    """Return the names of the dims of x, of w and of the product; `dims` as in `types.dot`."""
     inputs, _, out = dims.partition("->")
     left, right = inputs.split(",")
     return left.split(), right.split(), out.split()

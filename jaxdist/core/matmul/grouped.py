@@ -55,10 +55,10 @@ def num_blocks(rows: int, groups: int, block: int) -> int:
 
 
 class _Blocks(NamedTuple):
-    """The group of each block, and its rows.
+    """Blocks of rows: the group of each block, and its rows.
 
     Attributes:
-        group: int32 [blocks].
+        group: index of the group, int32 [blocks].
         start: first row of the block, int32 [blocks].
         used: number of its rows, int32 [blocks]; 0 for blocks after the last group.
     """
@@ -107,11 +107,11 @@ def _looped(x: Array, w: Array, sizes: Array, block: int) -> Array:
 
 
 def _sum_looped(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Array:
-    """Return the gradients of all matrices, float32 [groups, in, out]."""
+    """Return the gradients of the matrices of all groups, float32 [groups, in, out]."""
     rows, rows_grad = _padded(x, block), _padded(grad, block)
 
     def add(one: _Blocks, total: Array) -> Array:
-        """Add the part of one block, float32 [groups, in, out]."""
+        """Add one block's gradients to `total`, float32 [groups, in, out]; return it."""
         inputs = lax.dynamic_slice_in_dim(rows, one.start, block)
         inputs = jnp.where(jnp.arange(block)[:, None] < one.used, inputs, 0)
         outputs = lax.dynamic_slice_in_dim(rows_grad, one.start, block)
@@ -153,11 +153,11 @@ def _batched(x: Array, w: Array, sizes: Array, block: int) -> Array:
 
 
 def _sum_batches(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Array:
-    """Return the gradients of all matrices, float32 [groups, in, out]."""
+    """Return the gradients of the matrices of all groups, float32 [groups, in, out]."""
     groups = jnp.arange(w.shape[0], dtype=jnp.int32)
 
     def add(total: Array, blocks: _Blocks) -> tuple[Array, None]:
-        """Add the parts of some blocks, float32 [groups, in, out]."""
+        """Add the parts of some blocks to `total`, float32 [groups, in, out]; return it."""
         rows = (_rows_of(array, blocks, block) for array in (x, grad))
         parts = _dot("nrd,nrf->ndf", *rows)
         # A product with 0 and 1 adds up in a fixed order, unlike a scatter.

@@ -23,7 +23,7 @@ DATA = Axis(
 
 
 def number_rows(batch: Batch, axes: tuple[str, ...]) -> Batch:
-    """Add `rows`, int32 [local rows]: index of each row in the global batch, split by `axes`."""
+    """Return the batch with `rows`, int32 [local rows]: each row's index in the global batch."""
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     first = collectives.group_index(axes) * num_rows if axes else 0
     return {**batch, "rows": first + jnp.arange(num_rows, dtype=jnp.int32)}

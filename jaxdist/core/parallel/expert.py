@@ -63,16 +63,16 @@ class _Inputs(NamedTuple):
 
 
 def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
-    """Make `Context.experts` for devices that have `experts / ep` experts each, [batch, seq, ...].
+    """Make `Context.experts` for devices that have `experts / ep` experts each.
 
-    The arguments are those of `experts.make_experts`. A device sends `FACTOR` ·
-    experts_per_token times the bytes of x, twice per pass, and a few integers.
+    Arguments and result [batch, seq, d_model] are those of `experts.make_experts`. A device sends
+    `FACTOR` · experts_per_token times the bytes of x, twice per pass, and a few integers.
     """
 
     def exchanged(
         x: Array, routing: Routing, up: Array, down: Array, activate: experts.Activate
     ) -> Array:
-        """Return the sum [batch, seq, d_model] of the shares of all experts' outputs."""
+        """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = experts.flatten(x, routing)
         inputs = _Inputs(tokens, shares, up, down)
         axes = tuple(sorted({axis for array in inputs for axis in collectives.varying_axes(array)}))
@@ -91,7 +91,7 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
 
 
 def _plan(chosen: Array, num_local: int) -> _Exchange:
-    """Plan the exchange of assignments to experts, int32 [tokens, experts_per_token]."""
+    """Return the exchange of assignments to experts, int32 [tokens, experts_per_token]."""
     size = lax.axis_size(EXPERT.name)
     flat = chosen.reshape(-1)
     order = experts.order_by_expert(flat)
@@ -141,7 +141,7 @@ def _round(
 
 
 def _swap(x: Array) -> Array:
-    """Send the i-th part of x [devices · capacity, d_model] to device i."""
+    """Send part i of x [devices · capacity, d_model] to device i; return the received parts."""
     return collectives.all_to_all(x, EXPERT.name, 0, 0)
 
 

@@ -74,7 +74,7 @@ def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
 
 
 def make_sum(layout: Layout) -> SumOver:
-    """Make `Context.sum`."""
+    """Make `Context.sum` for the axes of a layout."""
     positions = tuple(axis.name for axis in layout.used if axis.splits_positions)
     tensor = (TENSOR.name,) if TENSOR in layout.used else ()
     axes = {

@@ -45,7 +45,7 @@ class CompilerOption(NamedTuple):
     why: str
 
     def describe(self) -> str:
-        """Return one line for the startup log."""
+        """Format the option, its value and the reason as one line for the startup log."""
         return f"compiler option {self.name}={str(self.value).lower()}: {self.why}"
 
 

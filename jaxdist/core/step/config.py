@@ -17,8 +17,8 @@ class TrainConfig:
     steps: int = setting(320, "optimizer steps of the complete run", ge=1)
     epochs: float = setting(
         0.0,
-        "length of the run in passes over the training rows, e.g. 3 or 0.5; the start replaces it "
-        "by the steps that this takes, rounded up; 0 = train.steps",
+        "length of the run in passes over the training rows, e.g. 3 or 0.5; the start "
+        "converts it to a number of steps, rounded up, in place of train.steps; 0 = train.steps",
         ge=0,
     )
     global_batch_size: int = setting(
@@ -68,12 +68,12 @@ class TrainConfig:
 
     @property
     def offload(self) -> Offload:
-        """Return where the optimizer moments are between two steps: device, host or disk."""
+        """Return where optimizer moments are between steps: "none" (devices), "host" or "disk"."""
         return self.offload_optimizer.partition(":")[0]  # type: ignore[return-value]  # checked
 
     @property
     def offload_directory(self) -> str:
-        """Return the directory of disk:/DIR; "" otherwise."""
+        """Return /DIR if `offload_optimizer` is disk:/DIR, else ""."""
         return self.offload_optimizer.partition(":")[2]
 
     @property
@@ -82,7 +82,7 @@ class TrainConfig:
         return self.num_microbatches or 1
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section."""
+        """Return an error message for each violated rule of this section."""
         problems = []
         if not re.fullmatch("none|host|disk:/.*", self.offload_optimizer):
             problems.append(
@@ -114,10 +114,12 @@ class EvalConfig:
     )
     max_batches: int = setting(
         20,
-        "batches of an evaluation during the run, spread over the data; 0 = every row once",
+        "maximum number of batches of evaluations in the run, spread over data; 0 = every row once",
         ge=0,
     )
-    final_max_batches: int = setting(0, "batches of the last evaluation; 0 = every row once", ge=0)
+    final_max_batches: int = setting(
+        0, "maximum number of batches of the last evaluation; 0 = every row once", ge=0
+    )
     patience: int = setting(
         0,
         "end the run after this many evaluations in a row without a new lowest loss; 0 = never",
@@ -129,7 +131,8 @@ class EvalConfig:
     sample: Literal["end", "always", "none"] = setting(
         "end",
         "when a language model, trained by one process, writes a short text to the log and to "
-        "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation",
+        "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation, "
+        "none = never",
     )
 
     tasks: list[str] = setting(
@@ -138,10 +141,10 @@ class EvalConfig:
         "hellaswag,arc_easy (the extra `eval`); jaxdist.evaluate --tasks evaluates a checkpoint",
     )
     task_folder: str = setting("", "folder with your own task files of the lm-evaluation-harness")
-    task_limit: int = setting(0, "number of questions of each task; 0 = all", ge=0)
+    task_limit: int = setting(0, "maximum number of questions of each task; 0 = all", ge=0)
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section."""
+        """Return an error message for each violated rule of this section."""
         if not self.tasks and (self.task_folder or self.task_limit):
             return ["eval.task_folder and eval.task_limit are for tasks. Set eval.tasks."]
         if not self.patience or self.interval_steps:

@@ -200,7 +200,7 @@ class GroupedTrain:
         self._starts = functools.cache(lambda start: jax.device_put(np.int32(start), everywhere))
 
     def lower(self, state: Any, batch: Any, limit: Any) -> _Lowered:
-        """Lower the program of gradients, and the programs of the groups."""
+        """Return the lowered program of gradients; compiling it also compiles the groups' ones."""
         return _Lowered(self._begin.lower(state, batch, limit), self._lower_groups)
 
     def __call__(self, state: TrainState, batch: Batch, limit: Any) -> tuple[TrainState, Any]:
@@ -254,7 +254,7 @@ class GroupedTrain:
         self._store.write(group, step, jax.device_get(moments))
 
     def _lower_groups(self) -> list[Any]:
-        """Lower the update of the groups, once for groups that differ only in their first row."""
+        """Return the lowered updates of the groups, one for groups that differ only in `start`."""
         groups = self._groups
         scalars = [m for m, param in zip(groups.moments, groups.of, strict=True) if param < 0]
         everywhere = groups.state.step.sharding

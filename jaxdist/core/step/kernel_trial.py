@@ -29,9 +29,9 @@ Agree: TypeAlias = Callable[[str, str, Callable[[list[str]], str]], str]
 def check_kernel(
     model: Model, layout: Layout, plan: StepPlan, config: TrainConfig, agree: Agree
 ) -> KernelCheck | None:
-    """Compare cuDNN's kernel with the reference on the shapes of a plan; collective.
+    """Return how cuDNN's kernel compares with the reference on the shapes of a plan; collective.
 
-    Returns None if the kernel is not used, or if the devices are only described. `agree` maps
+    The result is None if the kernel is not used, or if the devices are only described. `agree` maps
     (name, text of this process, decision) to the decision about the texts of all processes.
     """
     shapes = shapes_of(model, layout, plan, config)

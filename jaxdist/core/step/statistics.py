@@ -66,7 +66,10 @@ def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Pa
 
 
 def _insert(axes: Params, grads: Params, values: Params, update: Update) -> Params | str:
-    """Return gradients [...] with `values` for this kind of parameter, or a parameter without."""
+    """Return gradients [...] with `values` for parameters of this kind of update.
+
+    If `values` lacks one of these parameters, return the parameter's name instead.
+    """
     by_path = dict(jax.tree_util.tree_leaves_with_path(values))
     for path, dims in jax.tree_util.tree_leaves_with_path(axes):
         if dims.update == update and path not in by_path:

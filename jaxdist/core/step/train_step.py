@@ -327,7 +327,7 @@ def move_copies(
 def _means(sums: Sums) -> Metrics:
     """Return global means (sum / weight) of float32 [] sums; `correct` becomes `accuracy`.
 
-    `ROW_SUMS` [rows] stay sums.
+    `weight` and `ROW_SUMS` [rows] stay sums.
     """
     weight = divisor(sums["weight"])
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}

@@ -40,7 +40,7 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 def export_problems(
     export: str, model: ModelConfig, run_dir: str, adapted: str | None
 ) -> list[str]:
-    """Return why a run cannot be exported at its end; `adapted` is the base of adapters, if any."""
+    """Return error messages if a run cannot be exported; `adapted` is the base of its adapters."""
     if export == "none":
         return []
     try:

@@ -117,7 +117,7 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
 
 
 def left_out(hf: Mapping[str, Any]) -> list[str]:
-    """Return the training settings of a `config.json` that are ignored (dropout), one line each."""
+    """Return a log line about ignored dropout rates of a `config.json`, if any: at most one."""
     rates = {name: hf[name] for name in DROPOUT if hf.get(name)}
     if not rates:
         return []

@@ -116,7 +116,7 @@ class Piece:
         return self.read(everything, lambda source, index: views[source][index], tensors[0].dtype)
 
     def split(self, part: np.ndarray) -> list[np.ndarray]:
-        """Return the tensors by order and shapes of `sources` from our part [*shape]."""
+        """Return the tensors of `sources`, in their order and shapes, from our part [*shape]."""
         return [
             part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
             for source in self.sources

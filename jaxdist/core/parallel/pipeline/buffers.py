@@ -60,7 +60,7 @@ class Lifetimes:
 
 
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
-    """Assign intervals to the fewest slots; a slot read last in tick t is free when t ends."""
+    """Return a slot for each interval, using the fewest; one last read in tick t is then free."""
     slots: dict[Work, int] = {}
     busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
     free: list[int] = []  # heap

@@ -24,14 +24,14 @@ class PipelineConfig:
     layers_per_stage: str = setting(
         "auto",
         "number of layers of each stage, or of each virtual stage in the order of the model, e.g. "
-        "9,10,10,11; auto = equal numbers, or else the shortest ticks with the time of the head",
+        "9,10,10,11; auto = equal numbers if possible, else the shortest ticks, head included",
     )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
     )
 
     def problems(self) -> list[str]:
-        """Return every violated rule of this section."""
+        """Return an error message for each violated rule of this section."""
         text = self.layers_per_stage
         if text == "auto" or all(part.isdecimal() for part in text.split(",")):
             return []
@@ -68,10 +68,11 @@ class PipelineConfig:
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
-        """Return the smallest count of at least four microbatches per stage, else one per example.
+        """Return the number of microbatches: the fewest of at least four per stage, else the most.
 
-        With four per stage the bubble is below 20 %; more microbatches only make products smaller.
-        Interleaved schedules prefer multiples of the number of stages, so that groups are full.
+        It divides the examples of `rows`. With four per stage the bubble is below 20 %; more
+        microbatches only make products smaller. Interleaved schedules prefer multiples of the
+        number of stages, so that groups are full.
         """
         counts = divisors_of(rows // rows_per_example)
         if self.num_virtual_stages > 1:

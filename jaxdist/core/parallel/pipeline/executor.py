@@ -71,7 +71,7 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
     def act(
         kind: Kind, tick: Array, state: State, marks: Sequence[Array] = ()
     ) -> tuple[State, Message]:
-        """Run the actions of tick int32 [], without the exchange that follows.
+        """Run the actions of tick int32 []; return the state and the message to send after it.
 
         They write residuals after the marks [*dims] are computed.
         """

@@ -67,7 +67,7 @@ class LayerwiseBackward:
         self._layer, self._reduce, self._unroll = layer, reduce, unroll
 
     def residuals_of_layer(self, layers: Layers, x: Array) -> list[Array]:
-        """Return what the forward of one layer saves, from x [rows, seq_shard, d_model]."""
+        """Return the arrays that one layer's forward of x [rows, seq_shard, d_model] saves."""
         weights, constants = layers.one(0)
         return self._layer.forward(weights, x, constants)[2]
 

@@ -36,7 +36,7 @@ ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """Schedule forwards only, for evaluation."""
+    """Return a schedule of forwards only, for evaluation."""
     cells = [
         (tick, stage, Action("forward", microbatch, virtual))
         for (stage, virtual, microbatch), tick in _forward_ticks(
@@ -47,7 +47,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """Schedule all forwards, then all backwards in reverse order; stashes every microbatch."""
+    """Return the schedule of all forwards, then all backwards, reversed; it stashes everything."""
     cells = []
     forwards = _forward_ticks(num_stages, num_microbatches, num_virtual_stages)
     last = max(forwards.values())
@@ -60,7 +60,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -
 def one_forward_one_backward(
     num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
 ) -> Schedule:
-    """Schedule 1F1B with alternating ticks of forwards and of backwards; interleaved if v > 1.
+    """Return the 1F1B schedule: alternating ticks of forwards and backwards; interleaved if v > 1.
 
     With p stages, m microbatches and v virtual stages per stage, the bubble is (p-1)/(v·m+p-1) if p
     divides m or v = 1. For v = 1, stage s stashes min(2(p-s)-1, m) microbatches. For v > 1,

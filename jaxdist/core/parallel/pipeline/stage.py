@@ -67,7 +67,7 @@ class Stage:
         return embed(merged(outer, self.outer), self.microbatch(now), self.context)
 
     def input(self, now: Instruction, received: Array) -> Array:
-        """Return the input of the virtual stage, [rows, seq_shard, d_model]."""
+        """Return the virtual stage's input [rows, seq_shard, d_model]: embedding or `received`."""
         embed = jax.named_scope("pipeline_embed")(self.embed)
         return lax.cond(self.is_first(now), lambda: embed(self.outer, now), lambda: received)
 

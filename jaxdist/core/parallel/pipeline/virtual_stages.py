@@ -40,13 +40,13 @@ class LayerSplit:
 
     @classmethod
     def of(cls, num_layers: int, num_stages: int, virtual: int, depths: Any = ()) -> LayerSplit:
-        """Return the split into `depths`, by default into equal virtual stages."""
+        """Return the split into virtual stages of `depths` layers; () = into equal ones."""
         total = num_stages * virtual
         return cls(tuple(depths) or (num_layers // total,) * total, num_stages)
 
     @property
     def slots(self) -> int:
-        """Return the number of layers that each virtual stage stores, including padding."""
+        """Return the number of layers that each virtual stage stores: that of the deepest one."""
         return max(self.depths)
 
     @property
