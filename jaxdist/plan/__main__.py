@@ -20,7 +20,7 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan and print; return exit code 0, also if the run does not fit."""
+    """Plan a run, or draw schedules, and print; return 0, also if the run does not fit."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # estimates must never start a GPU
     from jaxdist.plan.options import clusters_of, read_gpus, read_plan
 

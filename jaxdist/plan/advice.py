@@ -188,7 +188,7 @@ def _on_data(plan: Plan) -> str:
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Return why the mesh uses an axis, or the effect of using it."""
+    """Return a sentence: the reason why the mesh uses an axis, or the effect of using it."""
     used = plan.choice.job.spec[axis]
     others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
@@ -224,7 +224,7 @@ def _compared(other: Candidate, choice: Candidate) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
-    """Compare the context-parallel exchanges of keys and values."""
+    """Yield advice that compares the context-parallel exchanges; none without a context axis."""
     choice = plan.choice
     job, used = choice.job, choice.job.plan.exchange
     if used is None:
@@ -303,7 +303,7 @@ def _offer(size: Size) -> str:
 
 
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """Return a sentence that the limits cannot be met, with limits that can be."""
+    """Return text: no number of GPUs meets deadline and budget, and which single limit would do."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
         "Impossible: no count of any type meets deadline and budget with a batch of "

@@ -133,7 +133,7 @@ def _days(text: str) -> float | None:
 def read_plan(
     argv: Sequence[str], summary: str = "", values: Mapping[str, Any] | None = None
 ) -> tuple[PlanConfig, str]:
-    """Return the settings, and the mesh that flags name ("" = search one).
+    """Return the planner's settings, and the mesh that flags name ("" = search the best).
 
     The mesh of a config file is ignored, and data need not exist. `values` are set from Python.
     """

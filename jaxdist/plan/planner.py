@@ -96,7 +96,7 @@ class Plan:
 
 
 def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
-    """Return why these GPUs cannot multiply in a format, or why its rate is unknown."""
+    """Return why a GPU cannot multiply in a format, or has no known rate for it; [] = it can."""
     problems = matmul.problems(matmul_dtype, num_layers, "gpu", gpu.compute_capability)
     unknown = [dtype for dtype in NARROW_PEAKS.get(matmul_dtype, ()) if dtype not in gpu.peak_flops]
     if unknown and not problems:
@@ -108,7 +108,7 @@ def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on a cluster, on the named mesh or on the best one ("")."""
+    """Return the plan of a run on a cluster, on the mesh named `mesh`; "" = on the best one."""
     run, model = config.run, config.run.build_model()
     problems = narrow_problems(run.precision.matmul_dtype, model.num_layers, cluster.gpu)
     if problems:
@@ -299,7 +299,7 @@ class Size:
 
 
 def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
-    """Return the GPUs to compare by name: usual types, the user's own, the requested type."""
+    """Return name -> GPU of the types to compare: usual ones, the user's own, the requested one."""
     names = [*_KINDS, *(name for name in catalog if name not in GPUS)]
     return {name: catalog[name] for name in names if name in catalog} | {requested.name: requested}
 
@@ -314,7 +314,7 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
 
 
 def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
-    """Halve the batch until it fits on the cluster; return the best candidate, or None."""
+    """Return the best candidate with the batch halved until it fits; None if no batch fits."""
     rows = run.train.global_batch_size
     while rows := rows // 2:
         smaller = with_section(run, "train", global_batch_size=rows)

@@ -34,7 +34,7 @@ from jaxdist.runtime.formatting.tables import columns, wrap
 
 
 def text_of(plan: Plan, advice: Sequence[Advice], *, top: int) -> str:
-    """Return the complete plan."""
+    """Return the plan and its advice as text, with at most `top` meshes."""
     parts = [
         _head(plan),
         _verdict(plan),
@@ -273,7 +273,7 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
-    """Draw every schedule for these sizes, and a table that compares them."""
+    """Return diagrams of each pipeline schedule for these sizes, and a table comparing them."""
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
     if num_virtual_stages > 1:
         tables.append(make_schedule("1f1b", num_stages, num_microbatches, num_virtual_stages))
@@ -282,7 +282,7 @@ def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) ->
 
 
 def comparison(tables: list[Schedule]) -> str:
-    """Return a table of the bubble, time, stash and messages of schedules."""
+    """Return a table: bubble, time, saved activations and messages of each pipeline schedule."""
     rows = [("schedule", "bubble", "time", "peak stash", "messages")]
     for table in tables:
         report = simulate(table)

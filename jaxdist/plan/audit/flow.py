@@ -29,7 +29,7 @@ HOLDERS = operations(
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Nesting of a program: (program, equation that contains the next one), outermost first."""
+    """Nesting of programs: (program, its equation that contains the next one), outermost first."""
 
     program: Any
     around: tuple[tuple[Any, Any], ...] = ()
@@ -64,7 +64,7 @@ def inputs_reached(
 
 
 def is_mean(program: Any, equation: Any) -> bool:
-    """Return True if a sum is a mean: afterwards it is only divided by a constant."""
+    """Return True if a sum, the result of `equation`, is only ever divided by a constant."""
     outs = set(equation.outvars)
     users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
     divided = [

@@ -206,7 +206,7 @@ class Interpreter:
         return results[: len(equation.outvars)]
 
     def _beside(self, equation: Any, state: int) -> int:
-        """Return the state of a collective's result over an axis that it does not reduce over."""
+        """Return a collective's result state over an axis over which it does not communicate."""
         params = equation.params
         if equation.primitive.name in GATHERS and not params.get("tiled", False):
             ndim = len(equation.outvars[0].aval.shape)
@@ -217,7 +217,7 @@ class Interpreter:
         return state
 
     def _after(self, equation: Any, state: int, axis: str) -> int:
-        """Return the state of a collective's result over an axis that it uses."""
+        """Return a collective's result state over an axis over which it communicates."""
         name, params = equation.primitive.name, equation.params
         if state in (ZERO, CONSTANT) and name != "ppermute":
             return state
@@ -359,7 +359,7 @@ def names_of(equation: Any) -> tuple[str, ...]:
 
 
 def _unknown(_: Any, states: Sequence[int]) -> int:
-    """Return EQUAL or CONSTANT if all operands are equal on all devices, else VARYING."""
+    """Return the state after an operation without a rule: VARYING if any operand may vary."""
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
     return VARYING
@@ -376,14 +376,14 @@ def _scan_counts(equation: Any) -> tuple[int, int]:
 
 
 def _row(state: int) -> int:
-    """Return the state of one iteration's slice of an array scanned over its first dim."""
+    """Return the state of a slice [...] along the first dim of an array that a loop scans over."""
     if not is_split(state):
         return state
     return like(split(*[dim - 1 for dim in dims_of(state) if dim]), state)
 
 
 def _order(program: Any, axis: str) -> list[tuple[str, int]]:
-    """Return the collectives over an axis in program order, with sizes, including nested ones."""
+    """Return (collective, number of elements) over an axis in program order, nested ones too."""
     order = []
     for equation in program.eqns:
         if equation.primitive.name in COLLECTIVES and axis in names_of(equation):

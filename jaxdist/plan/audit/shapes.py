@@ -123,7 +123,7 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Group the dims of two shapes into consecutive runs with equal products."""
+    """Return pairs of consecutive dims of `before` and of `after` with as many elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):

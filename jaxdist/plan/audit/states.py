@@ -88,7 +88,7 @@ def join_all(states: Iterable[int]) -> int:
 
 
 def moved(state: int, targets: Sequence[int | None] | dict[int, int]) -> int:
-    """Return a state after dim i moves to `targets[i]`; None or missing = removed."""
+    """Return a state after dim i becomes dim `targets[i]`; None or missing: dim i is removed."""
     if not is_split(state):
         return state
     new_dims = targets if isinstance(targets, dict) else dict(enumerate(targets))
@@ -187,13 +187,13 @@ def nonlinear(equation: Any, states: Sequence[int]) -> int:
 
 
 def other(_: Any, states: Sequence[int]) -> int:
-    """Return the state of another elementwise function; splits remain, PARTIAL becomes VARYING."""
+    """Return the state of any other elementwise result: splits remain, PARTIAL becomes VARYING."""
     total = join_all(VARYING if state == PARTIAL else state for state in states)
     return CONSTANT if total == ZERO else total
 
 
 def select(_: Any, states: Sequence[int]) -> int:
-    """Return the state of `where`; PARTIAL if the device index selects between values and zeros."""
+    """Return the state of `jnp.where`; PARTIAL if the device index chooses values or zeros."""
     which, *cases = states
     state = join_all(cases)
     if which in FIXED:

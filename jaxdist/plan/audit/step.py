@@ -72,7 +72,7 @@ class Audit:
         return not self.violations
 
     def line(self) -> str:
-        """Return the result in one line."""
+        """Return one line: the mesh axes, and the number of violations, or else of collectives."""
         over = ", ".join(self.axes) or "one device"
         count = sum(transfer.num_sites for transfer in self.transfers)
         if not self.is_clean:
@@ -264,7 +264,7 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
 def _narrow_gradients(
     path: Path, names: _Names, sizes: dict[str, int], expected: Any
 ) -> list[Violation]:
-    """Return violations of gradients reduced in a narrower dtype than configured."""
+    """Return a violation for each gradient that is reduced in a narrower dtype than `expected`."""
     violations = []
     # Only reductions: operands of other equations, such as tokens, may have no dtype.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):

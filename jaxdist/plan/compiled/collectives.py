@@ -264,7 +264,7 @@ def groups_and_axes(
 def _axes(
     groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: HloInstruction
 ) -> tuple[str, ...]:
-    """Return the mesh axes that groups span, or the one axis along which they are contiguous."""
+    """Return the mesh axes that device groups span, or the one along which they are contiguous."""
     names, sizes = list(mesh), list(mesh.values())
     expected = {frozenset(group) for group in groups}
     size = len(groups[0])

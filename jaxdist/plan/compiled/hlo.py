@@ -232,7 +232,7 @@ def _named(text: str, num_devices: int) -> list[list[int]] | None:
 def _cut(
     sizes: dict[str, int], parts: Sequence[tuple[str, str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Return the mesh's dims, with axes split at the ends of parts, and the dims that they span."""
+    """Return the sizes of mesh dims, cut where `parts` end, and indices of the dims in parts."""
     dims: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():
@@ -255,7 +255,7 @@ def _cut(
 
 
 def _arranged(source: str, order: str | None) -> np.ndarray:
-    """Return 0, 1, ... as int64 [*source], with transposed dims."""
+    """Return 0, 1, ... as int64 [*source], dims transposed by `order`; both list numbers."""
     shape = _numbers(source)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_numbers(order)) if order else ids

@@ -72,7 +72,7 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:
-    """Return the bytes/s of all nodes together, each with `bytes_per_s` if storage allows it."""
+    """Return the bytes/s of all nodes: `bytes_per_s` each, at most the limit of the storage."""
     return min(bytes_per_s * cluster.num_nodes, STORAGE_BYTES_PER_S)
 
 
@@ -159,7 +159,10 @@ def run_cost(
 
 
 def break_even(saving: CheckpointCost, *, price_share: float) -> float:
-    """Return the interruptions per day at which spot GPUs cost as much as on-demand GPUs."""
+    """Return the interruptions per day at which a run costs the same on spot and on-demand GPUs.
+
+    `price_share` is the spot price / the on-demand price.
+    """
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

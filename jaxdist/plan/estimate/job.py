@@ -249,7 +249,7 @@ class Job:
 
     @functools.cached_property
     def copies(self) -> dict[str, list[tuple[Weight, int]]]:
-        """Parameter groups besides the model's (EMA): their weights, and bytes per element."""
+        """Name -> (weight, bytes per element) of parameter groups besides the model's, e.g. EMA."""
         held = lambda group: self.trained if group.is_average else self.weights
         groups = {name: GROUPS[name] for name in self.config.optim.copies}
         return {n: [(w, g.element_bytes(w.dims)) for w in held(g)] for n, g in groups.items()}
@@ -260,7 +260,7 @@ class Job:
         return tuple(weight for weight in weights if weight.name in names)
 
     def trained_share(self, weights: Sequence[Weight]) -> float:
-        """Return the share of the elements of matrices whose gradient is computed."""
+        """Return the share of the matrices' elements for which training computes a gradient."""
         size = lambda those: sum(w.size for w in those if w.is_matrix)
         return size(self.only_trained(weights)) / max(1, size(weights))
 
@@ -288,14 +288,14 @@ class Job:
 
     @property
     def num_narrow_layers(self) -> int:
-        """Layers of one device in `precision.matmul_dtype`; with stages, of an end stage."""
+        """Number of layers of one device (with stages, of an end stage) in `matmul_dtype`."""
         if not self.plan.matmul_dtype:
             return 0
         return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
 
     @property
     def num_fp8_layers(self) -> int:
-        """Layers whose weights are gathered and whose inputs are saved in fp8."""
+        """Number of layers whose weights are gathered and whose inputs are saved in fp8."""
         return self.num_narrow_layers if self.plan.matmul_dtype == "fp8" else 0
 
     @property
@@ -305,7 +305,7 @@ class Job:
 
     @property
     def remat(self) -> str:
-        """Remat policy; "auto" is treated as "dots" until `remat.choose_remat` resolves it."""
+        """Remat policy; "auto" counts as "dots" on GPUs until `remat.choose_remat` is called."""
         return self.plan.remat
 
     @property
@@ -401,7 +401,7 @@ class Job:
         return self.size(weight, "param") < self.size(weight, "gathered")
 
     def gathered_dim(self, weight: Weight) -> int:
-        """Return the dim of a weight that fsdp and ZeRO shard; -1 if there is none."""
+        """Return the dim along which fsdp and ZeRO shard a weight; -1 if they do not."""
         return next((i for i, dim in enumerate(weight.dims) if dim in self._gathered_dims), -1)
 
     @functools.cached_property

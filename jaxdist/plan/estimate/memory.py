@@ -150,7 +150,7 @@ def disk_bytes(job: Job) -> float:
 
 
 def _moments_in_flight(job: Job) -> float:
-    """Return the bytes on a device of groups that are fetched, updated or written together."""
+    """Return the device bytes of moments on their way from or to host or disk, or being updated."""
     each, depth = job.config.optim.moment_bytes, max(1, job.layers_per_stage)
     layer = each * job.total(job.only_trained(job.layers), "moment") / depth
     # Tables whose first dim is sharded are not cut into ranges of rows.
@@ -230,7 +230,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Return the bytes of accumulated gradients and of an untied embedding's current gradient."""
+    """Return name -> bytes of accumulated gradients, and of an untied embedding's own gradient."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.trained, "gradient")
@@ -240,14 +240,14 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return the bytes of copies of shards whose gathered dim is not the first dim."""
+    """Return name -> bytes of copies of weight shards whose gathered dim is not the first."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": sum(w.num_bytes * job.size(w, "param") for w in turned)}
 
 
 def _head(job: Job) -> Parts:
-    """Return the bytes of the arrays of the chunked loss, and of the gradient of its kernel."""
+    """Return name -> bytes of the arrays of the chunked loss, and of the gradient of its kernel."""
     parts = dict(costs_of(job).head_parts())
     if table := _transposed_table(job):
         parts["gathered weights"] += table
@@ -255,7 +255,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """Return the bytes of one layer's gathered weights, unreduced gradients and activations."""
+    """Return name -> bytes of a layer's gathered weights, unreduced gradients and activations."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -279,7 +279,7 @@ def _transposed_table(job: Job) -> float:
 
 
 def _updates(job: Job) -> dict[str, Parts]:
-    """Return bytes of the update's phases: gradients, new parameters, Muon's whole matrices."""
+    """Return phase of the update -> name -> bytes: gradients, parameters, Muon's matrices."""
     sharded_finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.trained, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
@@ -307,10 +307,10 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
 
 
 def _scattering(job: Job) -> Parts:
-    """Return bytes of gradient totals in their reduction, and of copies, scattered dim first.
+    """Return name -> bytes at the reduction of accumulated gradients, of which XLA makes copies.
 
-    In XLA's buffer assignments, half of the copies are alive at once if the program has two loops,
-    and all of them if it has more.
+    The copies have the scattered dim first. In XLA's buffer assignments, half of them are alive at
+    once if the program has two loops, and all of them if it has more.
     """
     assert job.stages is not None
     once = job.config.pipeline.gather == "step"
@@ -328,7 +328,7 @@ def _scattering(job: Job) -> Parts:
 
 
 def _stage(job: Job) -> dict[str, float]:
-    """Return the bytes of the arrays that a stage carries from tick to tick."""
+    """Return name -> bytes of the arrays that a pipeline stage carries from tick to tick."""
     assert job.stages is not None
     report = job.stages.report
     once = job.config.pipeline.gather == "step"

@@ -75,14 +75,14 @@ class Budget:
         return cls(job=job, memory=memory, limit_bytes=limit, remat=remat, own_gpus=own_gpus)
 
     def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
-        """Return the memory budget for packed or unpacked rows and a kernel check's result."""
+        """Return the budget for packed or unpacked rows, and a result of checking cuDNN."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
             dataclasses.replace(job, packed=packed, check=check), self.limit_bytes, self.own_gpus
         )
 
     def line(self) -> str:
-        """Return one line for the startup log."""
+        """Return the startup log's line: estimated bytes of one GPU, limit, and largest parts."""
         rough = "; activations are an upper bound" if self.memory.is_rough else ""
         return (
             f"memory estimate: {in_bytes(self.memory.total_bytes)} of each GPU, "
@@ -90,14 +90,14 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Raise, with a fix, if the estimate exceeds the limit by more than its error."""
+        """Raise `ConfigError` if the estimate exceeds the limit by more than `TOLERANCE`."""
         self._check_host()
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def _check_host(self) -> None:
-        """Raise, with a fix, if offloaded arrays exceed XLA's pinned memory or the host."""
+        """Raise `ConfigError` if arrays moved to host memory exceed XLA's limit or the host."""
         per_gpu, on_host = self.memory.host_bytes, self.job.cluster.gpus_per_node
         limits = (
             (self.own_gpus, pinned_limit_bytes(), f"{PINNED_LIMIT_GIB} allows a process"),

@@ -81,7 +81,7 @@ class ModelCosts:
         return Work()
 
     def expert_launches(self) -> float:
-        """Return the seconds of starting the kernels of one layer's experts, in every pass."""
+        """Return the seconds to start the kernels of one layer's experts, forward and backward."""
         return 0.0
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
@@ -297,7 +297,7 @@ class DecoderCosts(ModelCosts):
         return self.job.compute_bytes * elements + self._lse_bytes() * ("attention" in offloaded)
 
     def _named_elements(self) -> dict[str, int]:
-        """Return the elements of each value of a layer that a remat policy can name."""
+        """Return name -> number of elements of a layer's values that a remat policy can name."""
         job, tokens = self.job, self.job.tokens
         stream = job.stream_tokens * self.d_model
         return {
@@ -315,7 +315,7 @@ class DecoderCosts(ModelCosts):
         return (job.attention != "xla") * WIDE * attention.heads(job) * job.tokens
 
     def _kept_without_recomputation(self) -> int:
-        """Return bytes of all residuals: float32 norms, inputs of products, the nonlinearity."""
+        """Return the bytes that one layer saves for backward without remat."""
         job = self.job
         queries = (2 + self._attention_outputs()) * self.queries
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
@@ -324,7 +324,7 @@ class DecoderCosts(ModelCosts):
         return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
 
     def expert_launches(self) -> float:
-        """Return the seconds of starting the kernels of one layer's experts, in every pass."""
+        """Return the seconds to start the kernels of one layer's experts, forward and backward."""
         if not self.shape.experts_per_token:
             return 0.0
         sizes = [self._expert_blocks * size for size in self._expert_matrices]
@@ -351,13 +351,13 @@ class DecoderCosts(ModelCosts):
 
     @property
     def expert_rows(self) -> int:
-        """Elements of the rows that a layer's experts read and write, with unused rows."""
+        """Number of elements that a layer's experts read and write, unused rows included."""
         job, per_token = self.job, self.shape.experts_per_token
         used = FACTOR if job.spec[EXPERT] > 1 else 1.0
         return int(2 * used * per_token * job.tokens * self.d_model)
 
     def _kept_scores(self) -> int:
-        """Return probabilities in float32 and the compute dtype; 0 with a fused kernel."""
+        """Return the bytes of a layer's saved attention probabilities; 0 with a fused kernel."""
         return attention.score_bytes(self.job) * (WIDE + self.job.compute_bytes) // WIDE
 
     def _attention_outputs(self) -> int:

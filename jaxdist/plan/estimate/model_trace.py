@@ -53,7 +53,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Costs of one row: one block, and the rest. `stream`: elements of the block's input."""
+    """Costs of one row: in one block, and outside. `stream`: elements of a block's input."""
 
     layer: Cost
     rest: Cost
@@ -62,7 +62,7 @@ class Trace:
 
 @functools.lru_cache(maxsize=256)
 def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
-    """Trace a model's block and loss on rows of `seq_len` with the remat policy `remat`."""
+    """Return a model's costs for one row of `seq_len`, by tracing with remat policy `remat`."""
     rest = _outside_layers(model, seq_len, dtype)
     if model.block is None:
         return Trace(layer=Cost(), rest=rest, stream=0)
@@ -284,7 +284,10 @@ def _cost(
     differentiated: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> Cost:
-    """Trace forward for FLOPs and sums (appended to `reduced`), then the VJP for residuals."""
+    """Return a function's FLOPs, elements summed over `tensor`, and bytes saved for its gradient.
+
+    Tracing it appends the elements to `reduced`. The gradient is with respect to `differentiated`.
+    """
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)
 
@@ -331,7 +334,7 @@ def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any
 
 
 def _context(dtype: str, reduced: list[int]) -> Context:
-    """Return a one-device context that records the sizes that `enter` and `leave` would sum."""
+    """Return a one-device context whose `enter` and `leave` append their sizes to `reduced`."""
 
     def counted(x: Array) -> Array:
         reduced.append(x.size)

@@ -61,10 +61,10 @@ def orthogonalized(job: Job) -> list[MatrixShare]:
 
 
 def matrix_bytes(job: Job) -> float:
-    """Return the peak bytes of gathered matrices, from XLA's buffer assignments.
+    """Return the peak bytes on a device of the matrices gathered for Muon; 0 without it.
 
     The largest stack counts three times (sent, received and transposed, result). Other stacks add
-    their padded copies, which XLA makes in advance.
+    their padded copies, which XLA makes in advance. From XLA's buffer assignments.
     """
     shares = sorted(orthogonalized(job), key=lambda share: share.size)
     if not shares:

@@ -106,7 +106,7 @@ def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
 
 
 def rate(job: Job, peak: float, dtype: str) -> float:
-    """Return the mean FLOP/s of the products of a microbatch, forward and backward, in a dtype."""
+    """Return the mean FLOP/s of a microbatch's matrix products in `dtype`, forward and backward."""
     gpu, reach = job.cluster.gpu, job.engine.software.products
     spent = flops = 0.0
     half = half_inner(gpu)

@@ -89,7 +89,7 @@ class RematChoice:
 
 
 def policies_of(job: Job) -> list[str]:
-    """Return the remat policies whose saved names all exist, without offload if it cannot work."""
+    """Return the remat policies that suit a job: all names they save exist, offload is possible."""
     marks = job.decoder.marks if job.decoder is not None else frozenset()
     usable = {*marks, LAYER_INPUT} if can_offload(job) else marks
     names = lambda policy: policy.partition(":")[2].split(",")

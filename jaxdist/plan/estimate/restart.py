@@ -73,7 +73,7 @@ class Restart:
 
     @property
     def total(self) -> Seconds:
-        """Sum of the parts; bounds are added too, so the range is wide on purpose."""
+        """Seconds of the restart: sums of the parts' low, likely and high values."""
         names = ("low", "likely", "high")
         return Seconds(
             **{name: sum(getattr(part, name) for part in self.parts.values()) for name in names}
@@ -94,9 +94,9 @@ def restart_of(
     step_s: float,
     compile_s: float | None = None,
 ) -> Restart:
-    """Estimate the restart of a job; `storage_bytes_per_s` is the rate of all nodes together.
+    """Return the seconds of each part of a job's restart, as estimated ranges.
 
-    `compile_s` is None if the compile time is unknown.
+    `storage_bytes_per_s` is the rate of all nodes together; `compile_s` None = unknown.
     """
     settings, cluster = job.config, job.cluster
     local = bool(settings.checkpoint.local_dir)

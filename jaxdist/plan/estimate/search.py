@@ -68,7 +68,7 @@ class Candidate:
         return {"mesh": str(spec)} | texts
 
     def command(self, base: RunConfig) -> str:
-        """Return the flags as text, to append to the user's command."""
+        """Return the flags that differ from `base` as text, to append to the user's command."""
         return " ".join(f"{flag_of(n)} {value}" for n, value in self.flags(base).items())
 
 

@@ -67,7 +67,7 @@ class StepTime:
 
     @property
     def likely_seconds(self) -> tuple[float, float]:
-        """Range of the time, by the accuracy of the estimate on measured runs."""
+        """Bounds of the seconds of a step, by the accuracy of the estimate on measured runs."""
         low, high = self.accuracy
         return low * self.seconds, high * self.seconds
 
@@ -164,7 +164,7 @@ class _Rates:
         return sum(self.parts(work))
 
     def of_mean_layer(self, job: Job, work: Work, narrow: float) -> Work:
-        """Return a layer's mean work, with narrow products as equivalent wide products."""
+        """Return a layer's mean work; products at the rate `narrow` count as fewer wide ones."""
         if not job.num_narrow_layers:
             return work
         share = job.num_narrow_layers / job.layers_per_stage
@@ -229,14 +229,14 @@ to copy half of them out of it. Compiled programs have 2.5 to 4.1."""
 
 
 def _stacked(job: Job, costs: ModelCosts) -> Work:
-    """Return the work of writing one layer's residuals to the stack of all layers, and reading."""
+    """Return the work of copying one layer's residuals into the stack of all layers, and back."""
     if job.unrolls or not job.engine.stacks_layers:
         return Work()
     return Work(memory_bytes=float(_STACK_PASSES * costs.kept_per_layer()))
 
 
 def microbatch_extra(job: Job) -> Work:
-    """Return the work per microbatch for casting weights and accumulating gradients."""
+    """Return the memory traffic per microbatch of casting weights and accumulating gradients."""
     cast = [w for w in job.layers if w.num_gathered_bytes(job.compute_bytes) != w.num_bytes]
     casts = (WIDE + job.compute_bytes) * job.total(cast, "param") * 2
     added = 3 * WIDE * job.total(job.trained, "gradient") * (job.num_microbatches > 1)
@@ -244,7 +244,7 @@ def microbatch_extra(job: Job) -> Work:
 
 
 def optimizer_work(job: Job) -> Work:
-    """Return the work of the update: gradient norm, moments, parameters, average."""
+    """Return the memory traffic of the update: gradient norm, moments, parameters, average."""
     elements = job.total(job.trained, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
@@ -263,7 +263,7 @@ def orthogonalization_flops(job: Job) -> float:
 
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
-    """Return the busiest device's work, its seconds in the pipeline bubble and in launch gaps."""
+    """Return (work, seconds of the pipeline bubble, seconds of launch gaps) of the busiest GPU."""
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)

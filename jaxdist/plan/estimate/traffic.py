@@ -71,7 +71,7 @@ def _weights(job: Job) -> Iterator[Moved]:
 
 
 def _gathered(job: Job, shard: tuple[str, ...], weights: list[Weight]) -> Iterator[Moved]:
-    """Yield the traffic of weights that are gathered over the axes `shard`."""
+    """Yield the collectives of weights gathered over the axes `shard`, and of their gradients."""
     once = job.stages is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
     passes = 1 if once else _passes(job) * job.num_microbatches
@@ -98,7 +98,7 @@ def _passes(job: Job) -> int:
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Yield the reduction of matrix gradients over replicas; outside layers also over stages."""
+    """Yield collectives that reduce matrix gradients over replicas; outside layers also stages."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -126,9 +126,10 @@ def _matrices(job: Job) -> Iterator[Moved]:
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
-    """Yield weights that fsdp and ZeRO shard (or do not), with further axes to reduce over.
+    """Yield (weights, mesh axes over which their gradients are reduced besides fsdp's and ZeRO's).
 
-    These axes split other weights: e.g. stages, for weights outside the layers.
+    `sharded`: the weights that fsdp and ZeRO shard, else the others. The axes split other weights:
+    e.g. stages, for weights outside the layers.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.trained:
@@ -170,7 +171,7 @@ def _activations(job: Job) -> Iterator[Moved]:
 
 
 def _attention(job: Job, shape: DecoderShape) -> dict[str, Any]:
-    """Return the `ActivationSizes` arguments for context-parallel attention."""
+    """Return keyword arguments of `ActivationSizes` for context-parallel attention; {} without."""
     plan, tensor = job.plan.exchange, job.spec[TENSOR]
     if plan is None:
         return {}
@@ -262,7 +263,7 @@ def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
 
 
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
-    """Return the devices of one group joined by fast links; axes are ordered slow to fast."""
+    """Return how many devices of a group over `axes` fast links connect."""
     stride, members = 1, 1
     for axis, size in reversed(job.spec.sizes.items()):
         if axis in axes:
