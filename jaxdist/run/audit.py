@@ -69,7 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Audit the traced train step; `fields` describes its rows (None = those of the settings)."""
+    """Return the audit of the traced train step; `fields` are its rows' (None = the settings')."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.step_state(), parts.abstract_batch(fields), math.inf)
@@ -200,7 +200,7 @@ def differences(
 def _wrong_on(
     parts: Parts, fields: Fields | None, expected: dict[str, np.ndarray]
 ) -> Collection[str]:
-    """Return the names of the values, [...] each, that differ from the expected values.
+    """Return the names of values of one step, [...] each, that differ from the expected ones.
 
     If the step cannot be traced on this mesh, return all names: on a single axis, jax's types
     reject errors that a second axis hides, e.g. a collective over the wrong axis in a loop.
@@ -241,7 +241,7 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 
 def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Return the unsharded sums and gradients of one step by name, [...] each."""
+    """Return sums and gradients of one step, each the unsharded array [...], by name."""
     function = make_value_and_grad(
         parts.model,
         parts.layout,

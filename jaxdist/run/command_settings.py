@@ -20,7 +20,7 @@ class DeviceSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSettings(DeviceSettings):
-    """A checkpoint of a run, its weights, and the devices."""
+    """A checkpoint of a run, a choice of raw or averaged weights, and the devices."""
 
     run: str = setting("", "run directory, or one of its checkpoints", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
@@ -35,7 +35,7 @@ class CheckpointSettings(DeviceSettings):
 class TextSettings:
     """Length, sampling and display of generated text."""
 
-    max_new_tokens: int = setting(200, "tokens to add to each prompt", ge=1)
+    max_new_tokens: int = setting(200, "largest number of tokens to add to each prompt", ge=1)
     temperature: float = setting(
         0.8, "sampling temperature; 0 = always the most likely token", ge=0
     )

@@ -16,7 +16,7 @@ from jaxdist.settings import ConfigError
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset with an order that keeps the rows of an example together."""
+    """Return the dataset with an order in which all rows of an example follow each other."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 

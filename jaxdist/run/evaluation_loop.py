@@ -90,7 +90,10 @@ def _sums(
 
 @jax.jit
 def _count_bytes(sizes: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the bytes of the learned targets [batch, seq], from sizes [vocab]; float32 []."""
+    """Return the number of bytes of targets [batch, seq] of weight > 0; float32 [].
+
+    `sizes` [vocab] are the bytes of each token.
+    """
     return jnp.sum(sizes[targets] * weights)
 
 
@@ -130,7 +133,7 @@ class EarlyStopping:
         return 0 < self._patience <= self._num_worse
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Add an evaluation; {} = nothing was evaluated."""
+        """Count one evaluation by its loss in `metrics`; {} = nothing was evaluated."""
         if "loss" in metrics:
             is_better = metrics["loss"] < self._lowest
             self._lowest = metrics["loss"] if is_better else self._lowest

@@ -42,7 +42,10 @@ def is_measured(shape: tuple[int, ...], dtype: Any, parameter_shape: tuple[int, 
 
 
 def layer_names(parameter: str, flags: np.ndarray) -> list[str]:
-    """Return the parameter, or its layers, for which a flag is set, bool [] or [num_layers]."""
+    """Return [the parameter] if all `flags` are set, else its layers with a set flag.
+
+    Flags are bool [num_layers], or [] for a parameter without layers.
+    """
     if not flags.ndim or flags.all():
         return [parameter] if flags.all() else []
     return [f"{parameter} of layer {layer}" for layer in np.flatnonzero(flags)]
@@ -61,7 +64,7 @@ def _zeros_program(stacked: tuple[bool, ...], sharding: NamedSharding) -> Any:
 
 
 def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
-    """Return the parameters, or their layers, that have a moment of zeros; collective.
+    """Return the names of parameters, or their layers, that have a moment of zeros; collective.
 
     `positions` is the index of each layer among the stored ones, int [num_layers].
     Optimizers without moments, and moments outside of device memory, give [].
@@ -90,9 +93,9 @@ def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
 
 
 def zero_moments(arrays: Mapping[str, np.ndarray], parameter: str, shape: tuple[int, ...]) -> Any:
-    """Return where a moment of a parameter of this shape is zero, bool [num_layers] or [].
+    """Return whether a moment of a parameter is all zeros: bool [num_layers] if stacked, else [].
 
-    `arrays` are moments [...] of that parameter by name.
+    `arrays` has the moments [...] of that parameter by name; `shape` is the parameter's.
     """
     axes = lambda x: tuple(range(int(_is_stacked(parameter)), x.ndim))
     flags = [

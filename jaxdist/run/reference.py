@@ -33,28 +33,28 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithColumns:
-    """Rows of another part, with more fields: name -> float32 [num_rows]."""
+    """Rows of a part of the data, with further fields: name -> float32 [num_rows]."""
 
     part: Part
     columns: dict[str, np.ndarray]
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows of one epoch."""
         return self.part.num_rows
 
     @property
     def fields(self) -> Fields:
-        """Name -> (shape of one row, dtype)."""
+        """Name -> (shape of one row, dtype) of all fields, the further ones included."""
         return {**self.part.fields, **{name: ((), x.dtype) for name, x in self.columns.items()}}
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the part, because it and the start of the run determine the columns."""
+        """Digest of the part without the further fields, which other settings determine."""
         return self.part.fingerprint
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return `Part.rows` of indices int64 [n]."""
+        """Return the part's rows with the further fields; `indices` are int64 [n]."""
         more = {name: values[indices] for name, values in self.columns.items()}
         return {**self.part.rows(indices, spans), **more}
 
@@ -99,7 +99,7 @@ def _with_columns(parts: Parts, params: Params, digest: str, dataset: Dataset) -
 
 
 def _computed(parts: Parts, params: Params, dataset: Dataset, names: list[str]) -> np.ndarray:
-    """Return the log-probabilities of all rows, float32 [names, num_rows], on every process."""
+    """Return the rows' reference log-probabilities, float32 [names, num_rows], on every process."""
     rows_of = lambda batch: [batch] if len(names) == 1 else [batch, mismatched(batch)]
     logps = make_row_logps(parts.model, parts.layout, parts.plan, parts.step.context)
     replicated = parts.layout.sharding(P())

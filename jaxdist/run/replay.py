@@ -39,7 +39,7 @@ _FIELDS = ("kind", "event", "step", "first_sample", "data_ledger", "weight", "lo
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
-    """Replay the step that `config.replay` names; log the kind of fault; return the exit code."""
+    """Replay the step that `config.replay` names; log the kind of fault; return 0."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
@@ -59,7 +59,11 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     log.info("rows of step %d in the data: %s", step, ", ".join(map(str, rows)))
     log.info("loss and gradient norm that the run recorded: %s", _text(recorded))
     for values in again:
-        log.info("replayed step: %s%s", _text(values), " (the same bits)" * same(values))
+        log.info(
+            "loss and gradient norm of the replayed step: %s%s",
+            _text(values),
+            " (the same bits)" * same(values),
+        )
     if following is not None:
         log.info("the same step with the next batch instead of its own: %s", _text(following))
     log.info("verdict: %s", verdict(is_bad, again, following))
@@ -159,7 +163,7 @@ def read_history(run: RunDirectory, step: int | None = None) -> History:
 
 
 def _index_of(records: list[Record], anomalies: list[Anomaly], step: int, run: RunDirectory) -> int:
-    """Return the index of the record that a replay of this step reproduces."""
+    """Return the index in `records` of the train record that a replay of `step` reproduces."""
     trained = [(n, r) for n, r in enumerate(records) if r["kind"] == "train"]
     indices = [n for n, record in trained if record["step"] == step]
     if not indices:

@@ -176,7 +176,7 @@ class Session:
             self.parts.moments.close()
 
     def _commit(self, program: Program, job: runtime.JoinedJob) -> None:
-        """Write to the run directory, now that no check can reject this start."""
+        """Write logs, settings and environment, which wait until no check can reject this start."""
         self.run.logs.make_directory()  # a concurrent rejected start may have removed it
         self.checkpointer.commit()
         program.setup_logging(job.process_id, self.run.log(job.process_id))
@@ -199,7 +199,10 @@ class Session:
         )
 
     def start_steps(self) -> None:
-        """Prepare watchdog and profiler for the first step of this start or after a rollback."""
+        """Start the compile phase of the watchdog, and a trace if due, before the first step.
+
+        Call it at the start and after a rollback.
+        """
         self.forward_events()
         self.watchdog.enter("compile", self.step)
         self._checked_step = self.step + FIRST_STEPS
@@ -270,7 +273,7 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Exclude a `with` block from the measured step time and from the hang limit of a step."""
+        """Exclude the `with` block from step times; the watchdog times it as the phase `name`."""
         with self.timer.paused(), self.watchdog.phase(name):
             yield
 
@@ -328,7 +331,9 @@ class Session:
                 params = self.parts.in_model_order(self.state.eval_params)
                 prompt, text = write_sample(self.parts, params, self.train_data)
             except Exception as error:
-                log.warning("no text sample: %s: %s", type(error).__name__, one_line(error))
+                log.warning(
+                    "no sample text was generated: %s: %s", type(error).__name__, one_line(error)
+                )
                 return
         if prompt:
             message = f"sample of step {self.step}:\n{prompt}{text}"
@@ -385,7 +390,10 @@ class Session:
             self.monitor.event(name, level=level, quiet=True, **fields)
 
     def leave(self) -> int:
-        """Save and end the run early; returns exit code 75 after a signal, 0 after a callback."""
+        """Save and end the run early; return 75 after a signal, 0 after a callback.
+
+        Return 1 if the save failed.
+        """
         with waiting("saving before the end"):
             self.save({}, force=True)
         if self.preemption.requested:
@@ -394,7 +402,7 @@ class Session:
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, resume)
 
     def finish(self) -> int:
-        """Evaluate and save the last state; returns the exit code."""
+        """Evaluate and save the last state; return 0, or 1 if the save failed."""
         reason = ExitReason.FINISHED
         if self.step < self.config.train.steps:
             reason = ExitReason.STOPPED_EARLY
@@ -416,7 +424,7 @@ class Session:
         return self._end(reason, runtime.EXIT_OK, commands)
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
-        """Wait for the last save and write the summary; returns `code`, or 1 if the save failed."""
+        """Wait for the last save, write the summary; return `code`, or 1 if the save failed."""
         with self.watchdog.phase("save"), waiting("finishing the save"):
             committed = self.checkpointer.wait(exports=code == runtime.EXIT_OK)
         self.watchdog.enter("end")

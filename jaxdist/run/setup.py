@@ -100,7 +100,7 @@ class Parts:
 
     @functools.cached_property
     def plan(self) -> StepPlan:
-        """The decisions about the step."""
+        """The step plan: kernels, remat, formats and other decisions about the train step."""
         config = self.config
         return plan_step(
             self.model,
@@ -137,7 +137,7 @@ class Parts:
 
     @functools.cached_property
     def moments(self) -> MomentFiles | None:
-        """The optimizer moments on a disk, without files until a state is made; else None."""
+        """The files of optimizer moments on a disk, not yet created; None without disk offload."""
         if self.config.train.offload != "disk":
             return None
         options = {**self._state_options, "offload": "none"}
@@ -145,11 +145,14 @@ class Parts:
         return MomentFiles.of(groups, self.config.train.offload_directory)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
-        """Estimate the memory of one GPU; None on CPUs. `host_of` is as in `assemble`."""
+        """Return the estimated memory of one GPU and its limit; None on CPUs.
+
+        `host_of` is as in `assemble`.
+        """
         return Budget.of(self.config, self.spec, self.devices, self.model, host_of)
 
     def within(self, budget: Budget) -> Parts:
-        """Return the parts with the remat policy of a budget; their step is rebuilt."""
+        """Return the parts with the remat policy of a memory budget; their step is rebuilt."""
         return dataclasses.replace(self, remat=budget.job.remat)
 
     @property

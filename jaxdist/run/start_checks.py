@@ -27,7 +27,7 @@ def nonfinite_names(params: Params) -> list[str]:
 
 
 def check_finite(params: Params, path: str) -> None:
-    """Reject weights with NaN or Inf: every loss would be NaN, and every step skipped."""
+    """Raise ConfigError for weights with NaN or Inf: every loss would be NaN."""
     if names := nonfinite_names(params):
         raise ConfigError(
             f"weights of {path}: {few(names, 8)} contain NaN or Inf. Use earlier weights, or name "

@@ -87,7 +87,7 @@ def check_objective(config: RunConfig, objective: Objective | None) -> None:
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
-    """Open the run directory of the settings, to start or to resume."""
+    """Return the run directory of the settings, created or reopened; no file is changed yet."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
         path = config.resume
@@ -217,7 +217,7 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 
 
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
-    """Return whether the state arrays of these settings differ from the checkpoint's."""
+    """Return whether a state by these settings has other arrays than the checkpoint of `error`."""
     built = lambda c: (c.model, c.lora, c.train.seq_len, c.optim.freeze)
     train = dataclasses.replace(config.train, num_microbatches=0, offload_optimizer="none")
     config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)
@@ -232,7 +232,10 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
-    """Reject a checkpoint that does not belong to metrics.jsonl; collective."""
+    """Raise ConfigError if metrics.jsonl records other data up to `step` than the checkpoint.
+
+    Collective.
+    """
     saved = position.ledger[-1].digest
 
     def compare() -> None:  # in process 0

@@ -84,7 +84,7 @@ def task_metrics(parts: Parts, params: Params, on_batch: Callable[[], None]) -> 
 
 
 def check_tasks(parts: Parts) -> None:
-    """Load the tasks of `eval.tasks`, so that a run does not fail at its first evaluation."""
+    """Raise ConfigError if `eval.tasks` cannot be loaded, before their first evaluation."""
     settings = parts.config.eval
     if not settings.tasks:
         return
@@ -102,7 +102,7 @@ def check_tasks(parts: Parts) -> None:
 
 
 def task_problem(name: str) -> str:
-    """Return the error for a setting that needs the harness."""
+    """Return the message that the setting `name` needs the harness, which is not installed."""
     return (
         f"{name} needs the lm-evaluation-harness. Install it: pip install -c constraints.txt "
         "-e '.[eval]'."
@@ -218,9 +218,10 @@ class _RunModel:
         return results
 
     def _score(self, rows: list[tuple[list[int], int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probability and number of targets not most likely, float32 [batch_size] each.
+        """Return each row's log-probability and number of misses, float32 [batch_size] each.
 
-        A row is a text's token ids and the number of scored ones at its end.
+        A row is a text's token ids and the number of scored ones at its end. A miss is a scored
+        token that is not the most likely.
         """
         layout, longest = self._parts.layout, max(len(tokens) - 1 for tokens, _ in rows)
         shards = 2 * layout.size(CONTEXT) * layout.size(TENSOR)
@@ -320,7 +321,7 @@ class _RunModel:
 
 
 def _row_values(output: TokenHead, batch: Batch, context: Context) -> dict[str, Array]:
-    """Return log-probabilities and numbers of targets that are not the most likely, [batch]."""
+    """Return each row's log-probability and number of targets that are not likeliest, [batch]."""
     most_likely = context.token_logps(output, batch["targets"], top_k=1).logps
     is_missed = (batch["weights"] > 0) & jnp.isneginf(most_likely)
     misses = context.sum(jnp.sum(is_missed.astype(jnp.float32), axis=1), "seq")

@@ -38,12 +38,12 @@ class Teacher:
     objective: ObjectiveConfig
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return a global batch [rows, ...] with the fields of the teacher."""
+        """Return a global batch [rows, ...] with the teacher's predictions as further fields."""
         return {**batch, **self._predict(self._params, batch)}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights on a device."""
+        """Bytes of the teacher's weights on one device."""
         shards = jax.tree.leaves(self.parts.abstract_state().params)
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shards)
 

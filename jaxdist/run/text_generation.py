@@ -66,9 +66,10 @@ class Writer:
         return prompts
 
     def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
-        """Return the continuation of each prompt, int [length], and why it ended: stop or length.
+        """Return (continuation, why it ended: "stop" or "length") for each prompt.
 
-        `stream` also prints the text of the first prompt token by token.
+        Prompts are token ids, int [length]. `stream` also prints the text of the first one token
+        by token.
         """
         settings = self._settings
         generated: list[list[int]] = [[] for _ in prompts]
@@ -126,7 +127,7 @@ def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decode
 
 
 def prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
-    """Return the problems of a prompt of token ids, unsigned [length]."""
+    """Return why a prompt cannot be continued (empty, too long); ids are unsigned [length]."""
     if not len(prompt):
         return ["is empty. Give it at least one character."]
     if len(prompt) + max_new_tokens > max_len:
@@ -157,7 +158,7 @@ def first_prompt(data: DataConfig, rows: TrainData) -> str:
 
 
 def first_request(data: DataConfig, rows: TrainData) -> str:
-    """Return flags of `generate` for a prompt like the training text."""
+    """Return flags of `generate` for a prompt like the training text; "" without a prompt."""
     if data.is_chat:
         return "--chat"
     prompt = first_prompt(data, rows)
@@ -165,7 +166,7 @@ def first_request(data: DataConfig, rows: TrainData) -> str:
 
 
 def first_question(rows: Dataset) -> np.ndarray:
-    """Return the tokens of the first conversation up to its first answer, int [length]."""
+    """Return the token ids, int [length], of the first conversation up to its first answer."""
     row = rows[0]
     answered = np.flatnonzero(row["weights"])
     # The weight at a position applies to the next token.

@@ -91,7 +91,7 @@ class TrainedRun:
         return LoadedWeights(params, chosen, stored_kind)
 
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
-        """Return all rows of the sources; None or [] = the held-out rows of the run.
+        """Return all rows of `sources`; None or [] = of the run's held-out sources.
 
         A run imported without a tokenizer uses the tokenizer of a token folder.
         """
@@ -118,7 +118,7 @@ class TrainedRun:
     def evaluate(
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
-        """Evaluate the parameters of a checkpoint; see `evaluation_loop.evaluate`."""
+        """Return loss and other metrics of parameters; see `evaluation_loop.evaluate`."""
         parts = with_teacher(self.parts_for(dataset.fields), dataset.fields)
         return evaluate(
             parts.step,
@@ -180,7 +180,7 @@ def open_run(
 
 
 def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
-    """Return the error for a step that differs from the opened checkpoint."""
+    """Return the error for `--step` that is not the step of the opened checkpoint."""
     return ConfigError(
         f"step={step}, but the path is checkpoint {named} of {run}. Omit the step, or name the run."
     )

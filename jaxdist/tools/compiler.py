@@ -42,7 +42,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def main() -> int:
-    """Compile one request and print the result."""
+    """Compile the step of a request (JSON on stdin), print the facts as JSON; return 0."""
     output = os.dup(1)
     os.dup2(2, 1)  # other output goes to stderr
     request = json.load(sys.stdin)
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the train step for the settings (TOML) and cluster of a request; return facts."""
+    """Compile the step for a request's settings (TOML) and GPUs; return memory, HLO text, ..."""
     gpu = Gpu(**request["gpu"])
     cluster = Cluster(
         gpu=gpu, num_nodes=request["num_nodes"], gpus_per_node=request["gpus_per_node"]

@@ -58,7 +58,7 @@ class SpikeConfig(DeviceSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List the rows of a step; return the exit code."""
+    """Print the rows of a step with the highest losses; return 0."""
     config = read_settings(
         SpikeConfig,
         sys.argv[1:] if argv is None else argv,
@@ -112,7 +112,10 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
 
 
 def row_losses(parts: Parts, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return summed losses and weights of the parts of each row, float64 [rows, _NUM_PARTS]."""
+    """Return summed losses and weights, float64 [rows, _NUM_PARTS].
+
+    Each row is divided into _NUM_PARTS parts of equal length.
+    """
 
     def values_of(output: TokenHead, rows: Batch, context: Context) -> dict[str, Array]:
         """Return sums of loss and weight, float32 [batch, _NUM_PARTS]."""

@@ -48,7 +48,7 @@ class Alerts:
     def step_times(
         self, step: int, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count the seconds of a step; warn if it waited too long for data."""
+        """Add the seconds of a step; warn if data took too large a share of the last steps."""
         if device_wait_s is not None:
             self._stragglers.add(step_time_s, data_wait_s, device_wait_s)
         if not self.data_wait.add(data_wait_s, step_time_s):
@@ -66,7 +66,7 @@ class Alerts:
         )
 
     def values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Report a step if its update was skipped."""
+        """Log an event if the metrics of a step show that its update was skipped."""
         if not (reason := skip_reason(values)):
             return
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k) or 0.0)]
@@ -114,7 +114,7 @@ class Alerts:
         self._slow = {(one.process, one.cause) for one in slow}
 
     def mfu(self, mfu: float | None) -> None:
-        """Warn once about a utilization above 1."""
+        """Warn, once per run, if the MFU is above 1; None = unknown."""
         if mfu is None or mfu <= 1.0 or self._warned_of_mfu:
             return
         self._warned_of_mfu = True
@@ -160,7 +160,7 @@ class ExpertLoads:
         self._unused: set[tuple[int, int]] = set()
 
     def add(self, sums: Mapping[str, Any], weight: float) -> None:
-        """Add a step: `expert_tokens` [layers, experts], means × weight [layers]."""
+        """Add a step's sums: tokens [layers, experts], statistics × `weight` [layers]."""
         sums = dict(sums)
         self._counts = self._counts + np.asarray(sums.pop("expert_tokens"), np.float64)
         self._weight += weight
@@ -169,7 +169,7 @@ class ExpertLoads:
             self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value, np.float64)
 
     def report(self, step: int) -> None:
-        """Write one event and one point for each layer; warn once about each unused expert."""
+        """Log the loads since the last report, per layer; warn once about each unused expert."""
         if not self._num_steps or not np.sum(self._counts):
             return
         loads = self._counts / self._counts.mean(1, keepdims=True)

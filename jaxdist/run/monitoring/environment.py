@@ -76,7 +76,7 @@ def nvidia_versions() -> dict[str, str]:
 
 
 def repositories() -> list[dict[str, Any]]:
-    """Return commit and state of the git repositories of jaxdist and the current directory."""
+    """Return root, commit and `dirty` of the git repositories of jaxdist and this directory."""
     package = Path(__file__).parents[1]
     # A package in a virtual environment inside a repository is not code of that repository.
     is_source = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None

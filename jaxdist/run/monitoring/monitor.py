@@ -420,7 +420,7 @@ class Monitor:
             self._log(line)
 
     def _show_step(self, record: Mapping[str, Any], metrics: Sequence[str]) -> None:
-        """Log the step line, with the medians of the window as rates, and plot the step."""
+        """Log the step line, with medians of recent steps as rates, and plot its numbers."""
         rate, unit = self.throughput.tokens_per_s, self.unit
         smoothed = dict(record)
         if rate is not None:
@@ -474,7 +474,7 @@ class Monitor:
 
 
 def read(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
+    """Fetch replicated scalars in one transfer; return them as Python numbers by name."""
     import jax
     import numpy as np
 

@@ -167,7 +167,7 @@ class DeviceTime:
     exposed_s: float
 
     def record(self) -> dict[str, float]:
-        """Return the seconds, and the shares of the total time."""
+        """Return the GPU's times in seconds, and shares of the traced time: idle, communication."""
         return {
             **dataclasses.asdict(self),
             "communication_share": self.communication_s / self.total_s,

@@ -78,7 +78,7 @@ class Prometheus:
             self._gauges |= {f"eval_{name}": x for name, x in _numbers(record).items()}
 
     def event(self, name: str, *, is_warning: bool) -> None:
-        """Count an event."""
+        """Count an event by name, and as a warning if it is one."""
         with self._lock:
             self._events[name] += 1
             if is_warning:

@@ -61,7 +61,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Collects step times, and compares them per interval; never with `interval_steps=0`."""
+    """Collects step times, and compares processes per interval of steps; 0 = never."""
 
     def __init__(self, num_processes: int, interval_steps: int):
         self._num_processes = num_processes
@@ -76,7 +76,7 @@ class StragglerDetector:
             self._steps.append((step_time_s, data_wait_s, device_wait_s))
 
     def ends(self, step: int) -> bool:
-        """Return whether an interval ends with `step`."""
+        """Return whether `step` ends an interval of recorded steps; False if none are recorded."""
         return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:

@@ -69,12 +69,12 @@ class Throughput:
 
     @property
     def run_tokens_per_s(self) -> float | None:
-        """Median over all steps added."""
+        """Median tokens (or images) per second over all steps; None before the first."""
         return _median(self._rates)
 
     @property
     def run_step_time_s(self) -> float | None:
-        """Median over all steps added."""
+        """Median seconds per step over all steps; None before the first."""
         return _median(self._times)
 
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
@@ -211,7 +211,7 @@ class RunSummary:
         entry["lost_s_per_step"] = max(slow.lost_s, entry.get("lost_s_per_step", 0.0))
 
     def add_readings(self, readings: Mapping[str, float]) -> None:
-        """Count readings of `GpuStats`."""
+        """Add statistics of this process's GPUs (`GpuStats.read`) at one step."""
         for name, value in readings.items():
             self._readings.setdefault(name, []).append(value)
 
@@ -276,7 +276,7 @@ class RunSummary:
 
 
 def rates(throughput: Throughput, unit: str) -> dict[str, Any]:
-    """Return medians over the run: speed, step time, MFU; {} before the second step."""
+    """Return medians over the steps of this start: speed, step time, MFU; {} before the second."""
     rate = throughput.run_tokens_per_s
     if rate is None:
         return {}

@@ -230,7 +230,10 @@ class StepTimer:
             return get()
 
     def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Return `function(*arguments, **named)`, which dispatches work to the devices."""
+        """Call a function that dispatches work to the devices; return its result.
+
+        Its time counts as device wait with `blocking_dispatch`.
+        """
         with self._timed(self._dispatch):
             return function(*arguments, **named)
 

@@ -105,7 +105,7 @@ class SdcCheck:
         return self._compare(step, np.asarray(jax.device_get(self._gather(hashes))))
 
     def may_roll_back(self) -> bool:
-        """Count a mismatch; return whether the run rolls back after it, otherwise it ends."""
+        """Count a mismatch; return whether to roll back after it; if not, the run ends."""
         self._rollbacks += 1
         return self.config.sdc_policy == "rollback" and self._rollbacks <= MAX_ROLLBACKS
 
@@ -151,9 +151,9 @@ class SdcCheck:
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
-        """Return the replicas whose hashes differ, or None; uint32 [num_devices, num_arrays].
+        """Return the replicas whose hashes differ, or None if none do.
 
-        Devices are in mesh order.
+        `hashes` are uint32 [num_devices, num_arrays], devices in mesh order.
         """
         devices: dict[int, list[str]] = {}
         certain = True
@@ -196,7 +196,7 @@ class SdcCheck:
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the indices whose value differs from the majority, and whether there is a majority.
+    """Return the indices of values unlike the majority's, and whether there is a majority.
 
     Without a majority, all indices are returned.
     """

@@ -62,7 +62,7 @@ class CompareConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; return the exit code."""
+    """Compare two runs and print the differences; return 0 if there are none, else 1."""
     config = read_settings(
         CompareConfig,
         sys.argv[1:] if argv is None else argv,
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(runs: Divergence) -> list[str]:
-    """Return one line per difference between the run directories."""
+    """Return one line per difference between two runs, and the last equal step or checkpoint."""
     lines = []
     for title, changes in (("setting", runs.settings), ("software", runs.environment)):
         changed = [f"{title} {key}: {a} | {b}" for key, (a, b) in changes.items()]
@@ -131,7 +131,7 @@ def _rerun_lines(
 def _parts_of(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
 ) -> tuple[Parts, Parts]:
-    """Assemble both runs on one mesh, with the settings of their checkpoints at step `start`."""
+    """Return both runs' parts on one mesh, by the settings of their checkpoints at `start`."""
     stored = [settings_of_run(run.path, start) for run in runs]
     shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)

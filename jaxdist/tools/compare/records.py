@@ -25,7 +25,7 @@ class Divergence:
 
     `settings` and `environment` map a name to its value in both runs, None if a run lacks it.
     `data_step` is the first step with different rows; None without a difference or a ledger. `step`
-    is the first step with a different number; `numbers` maps its name to both values.
+    is the first step with a different loss or other metric; `numbers` maps its name to both values.
     `checkpoint` is the oldest step whose checkpoints differ, and `arrays` names the arrays that
     differ.
     """
@@ -43,12 +43,12 @@ class Divergence:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether numbers, data and checkpoints are equal."""
+        """Return whether metrics, data rows and checkpoints of both runs are equal."""
         return self.step is None and self.data_step is None and self.checkpoint is None
 
     @property
     def last_to_rerun(self) -> int:
-        """Return the last step to rerun: a rerun must show a difference by then."""
+        """Return the step up to which to rerun: the first at which the runs' records differ."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 
@@ -59,7 +59,7 @@ class Divergence:
 
 
 def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
-    """Compare the records of two runs."""
+    """Return how settings, software, metrics, data and checkpoints of two runs differ."""
     step = data_step = last = None
     numbers: dict[str, tuple[float, float]] = {}
     for x, y in _common_steps(a, b):
@@ -85,7 +85,7 @@ def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
 
 
 def _differ(a: Record, b: Record, name: str) -> bool:
-    """Return whether both have the number and its bits differ; NaN equals NaN."""
+    """Return whether both records have the number `name`, with different bits; NaN equals NaN."""
     return name in a and name in b and repr(a[name]) != repr(b[name])
 
 

@@ -43,7 +43,7 @@ VERBS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb and return its exit code."""
+    """Run the subcommand that `argv` names; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(__doc__)

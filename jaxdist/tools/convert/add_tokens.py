@@ -37,13 +37,13 @@ class Config:
     )
     out: str = setting("", "new model directory", required=True)
     tokens: list[str] = setting(
-        [], "texts of the special tokens, which never split; those that exist keep their row"
+        [], "new special tokens, which are never split; a token that exists keeps its row"
     )
     shard_gb: float = setting(5.0, "largest size of a file in GB; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:
-    """Write the model; print the new tokens and the next commands."""
+    """Write a Hugging Face model with new tokens; print their ids and next commands; return 0."""
     out = Path(new_local_directory(config.out))
     if not config.tokens or "" in config.tokens:
         raise ConfigError("--tokens is empty. Name the new tokens, e.g. '<|im_start|>,<|im_end|>'.")

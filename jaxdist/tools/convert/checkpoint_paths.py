@@ -76,7 +76,7 @@ def nothing_under(prefix: str, names: Iterable[str]) -> str:
 
 
 def new_directory(path: str) -> Location:
-    """Return a directory to write into, which must be empty or missing."""
+    """Return a directory to write into; raise ConfigError unless it is empty or missing."""
     directory = locate(path).absolute()
     if directory.exists() and (not directory.is_directory() or directory.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
@@ -84,7 +84,7 @@ def new_directory(path: str) -> Location:
 
 
 def new_run_directory(path: str) -> Location:
-    """Return a directory like `new_directory`; it may contain an interrupted `making_run`."""
+    """Return an empty or missing directory; it may contain an interrupted `making_run`."""
     directory = locate(path).absolute()
     marker = directory / _MARKER
     only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
@@ -116,7 +116,7 @@ def making_run(directory: Location) -> Iterator[None]:
 
 
 def new_local_directory(path: str) -> Location:
-    """Return a directory as `new_directory`, on a file system."""
+    """Return an empty or missing directory on a file system; raise ConfigError for a URL."""
     if problem := file_system_problem(path, "safetensors are written"):
         raise ConfigError(problem)
     return new_directory(path)

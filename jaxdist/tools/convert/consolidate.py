@@ -35,7 +35,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Write the files; read and verify one array at a time."""
+    """Write the checkpoint as safetensors files, one verified array at a time; return 0."""
     out = new_local_directory(config.out)
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]

@@ -21,7 +21,9 @@ class Config:
     """Settings of `convert diff`: the two checkpoints to compare, and the form of the output."""
 
     a: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
-    b: str = setting("", "checkpoint B to compare A with, in one of these forms", required=True)
+    b: str = setting(
+        "", "run directory, its checkpoints/, or one checkpoint B, to compare with A", required=True
+    )
     step_a: int = setting(-1, "step of the checkpoint of A; -1 = the newest valid one")
     step_b: int = setting(-1, "step of the checkpoint of B; -1 = the newest valid one")
     under: str = setting("", "compare only arrays whose names begin with this, e.g. params")
@@ -42,9 +44,10 @@ def run(config: Config) -> int:
 
 
 def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
-    """Return the arrays by name in `only_a`, `only_b`, `reshaped`, `identical` or `differing`.
+    """Return the arrays' names in lists `only_a`, `only_b`, `identical`; others with details.
 
-    Only arrays with different dtype or checksum are read.
+    `reshaped` maps a name to both shapes, `differing` to statistics of the difference. Only arrays
+    with a different dtype or checksum are read.
     """
     in_a = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
     in_b = {name: entry for name, entry in b.entries.items() if name.startswith(under)}

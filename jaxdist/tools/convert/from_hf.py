@@ -49,7 +49,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Convert the model; print a summary and the next command."""
+    """Import a Hugging Face model as a run; print a summary and the next command; return 0."""
     out, is_hub = new_run_directory(config.out), hub.is_hub_name(config.src)
     name = hub.with_commit(config.src) if is_hub else config.src
     source = folder_of(name, weights=True)
@@ -91,7 +91,7 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
     chunk = _chunk(piece, dtype.itemsize)
 
     def blocks() -> Iterator[tuple[Index, np.ndarray]]:
-        """Yield index and values [shape of the index] of each block."""
+        """Yield (index in the array, values of that index's shape) for each block."""
         for part in parts:
             for index in grid(part.shape, chunk):
                 values = part.read(index, weights.fetch, dtype)

@@ -37,7 +37,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Convert the adapters; print a summary and the next command."""
+    """Import PEFT adapters as a run; print a summary and the next command; return 0."""
     out, source = new_run_directory(config.out), locate(config.src).absolute()
     try:
         settings = (source / peft.CONFIG).json()

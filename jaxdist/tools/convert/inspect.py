@@ -32,7 +32,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Print the arrays and metadata of a checkpoint."""
+    """Print the arrays and metadata of a checkpoint; return 0."""
     stored = StoredArrays(checkpoint_of(config.path, config.step))
     meta = stored.document["meta"]
     facts = {

@@ -41,7 +41,7 @@ class Config(WeightsToConvert):
 
 
 def run(config: Config) -> int:
-    """Write a run with the adapters merged into the weights; print a summary, the next command."""
+    """Write a run with adapters merged into the weights; print a summary; return 0."""
     from jaxdist.run.trained_run import open_run
 
     out, checkpoint = new_run_directory(config.out), checkpoint_of(config.src, config.step)

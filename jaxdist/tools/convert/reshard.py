@@ -41,7 +41,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Rewrite one checkpoint into a new run directory."""
+    """Rewrite one checkpoint into a new run directory; return 0."""
     spec = MeshSpec.parse(config.mesh)
     checkpoint = checkpoint_of(config.src, config.step)
     destination = new_run_directory(config.dst)

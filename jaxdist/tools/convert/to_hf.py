@@ -53,7 +53,7 @@ class Config(Export):
 
 
 def run(config: Config) -> int:
-    """Write a run's weights as a Hugging Face model directory; print a summary."""
+    """Write a run's weights as a Hugging Face model, upload it if requested; return 0."""
     hub.open_for_push(config.push)
     print(export(config))
     if config.push:

@@ -44,7 +44,7 @@ class Config(Export):
 
 
 def run(config: Config) -> int:
-    """Write a run's adapters as a PEFT directory; print a summary."""
+    """Write a run's adapters as a PEFT directory, upload it if requested; return 0."""
     hub.open_for_push(config.push)
     print(export(config))
     if config.push:

@@ -22,7 +22,7 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check everything and report; return the exit code, the same in all processes."""
+    """Check machine or job, print findings; return 0, or 1 after an error (--strict: a warning)."""
     # Imported here, so that `run_command` reports a failed import of jax.
     from jaxdist.tools.doctor.checks import read_doctor, run
 

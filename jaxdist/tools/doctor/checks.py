@@ -38,7 +38,7 @@ _ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorConfig(RunConfig):
-    """The settings of a run, and the extent of the checks."""
+    """The settings of the run to check for, sizes of the measurements, and the output format."""
 
     json: bool = setting(False, "print one JSON object instead of text")
     strict: bool = setting(False, "exit with 1 on warnings too, not only on errors")
@@ -51,7 +51,7 @@ class DoctorConfig(RunConfig):
     wait_s: int = setting(60, "seconds that processes wait for each other in one check", ge=1)
 
     def problems(self) -> list[str]:
-        """Check only the run directory; the report lists violated rules of the run as findings."""
+        """Return only problems of the run directory; the report lists others as findings."""
         problem = file_system_problem(self.run_dir, "disks are measured")
         return [f"run_dir={problem}"] if problem else []
 
@@ -70,7 +70,7 @@ class DoctorConfig(RunConfig):
 
 
 def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
-    """Read the settings."""
+    """Return the settings of the command line."""
     config = read_settings(
         DoctorConfig, argv, command=COMMAND, summary=summary, aliases=_ALIASES, check_rules=False
     )
@@ -81,7 +81,10 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
 
 
 def run(config: DoctorConfig) -> int:
-    """Check everything and report; return the exit code, which is the same in all processes."""
+    """Make all checks and print the findings; return the exit code, the same in all processes.
+
+    It is 0, or 1 after an error (with `strict` also after a warning).
+    """
     # 1. This process, before jax starts a device or sets variables of its own.
     name = socket.gethostname()
     local = examine_host(config, dict(os.environ))
@@ -135,7 +138,10 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
 
 
 def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    """Check all processes together; collective. `hosts` and the findings exist in process 0."""
+    """Return findings of all processes together, in process 0; collective.
+
+    `hosts` is the host of each process.
+    """
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
     results = [
         ok(
@@ -260,7 +266,7 @@ def _join_failure(failure: Exception) -> Finding:
 
 
 def report(reported: list[Reported], config: DoctorConfig, *, num_processes: int) -> int:
-    """Print the report; return the exit code."""
+    """Print findings as text or JSON; return 1 after an error, with `strict` a warning, else 0."""
     if config.json:
         print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
     else:

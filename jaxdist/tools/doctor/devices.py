@@ -28,7 +28,7 @@ _OF_THE_LINK = 0.3
 
 
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
-    """Multiply [size, size] matrices on each device; return median `seconds` and `digests`."""
+    """Multiply [size, size] matrices; return median `seconds` and `digests` of each device."""
 
     @jax.jit
     def products(x: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
 
 
 def check_operations(everyone: Sequence[Sequence[str]], hosts: Sequence[str]) -> list[Finding]:
-    """Report operations with wrong results; `everyone` is `wrong_operations` of each process."""
+    """Return an error per wrong operation of each process in `everyone`; if none, an "ok"."""
     results = [
         error(
             "operations",
@@ -81,7 +81,7 @@ def row_counts_that_change_bits(device: jax.Device) -> list[int]:
 def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
-    """Report devices with different bits or longer times than the others.
+    """Return findings about devices with other bits or longer times than the others.
 
     `everyone` holds the results of `compute`, `hosts` the host names, by process id. Bits are
     compared within a process, because autotuning may choose different kernels in two processes.
@@ -232,7 +232,7 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Report groups of an axis whose all-reduce of `num_bytes` per device is wrong or slow.
+    """Return findings: groups of an axis whose all-reduce of `num_bytes` is wrong or slow.
 
     `hosts` are by process id; `moves` describes the data that a run exchanges over the axis.
     """
@@ -284,7 +284,7 @@ def check_axis(
 
 
 def _slow_groups(check: str, speeds: Mapping[str, float], typical: float) -> list[Finding]:
-    """Report up to four slow groups; `speeds` maps their names to bytes/s."""
+    """Return warnings for up to four slow groups; `speeds` maps their names to bytes/s."""
     slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * typical)
     return [
         warning(
@@ -298,7 +298,7 @@ def _slow_groups(check: str, speeds: Mapping[str, float], typical: float) -> lis
 
 
 def _names(group: DeviceGroup, hosts: Sequence[str]) -> str:
-    """Return `devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
+    """Return a group as text: `devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
     by_process: dict[int, list[int]] = {}
     for process, device in group.members:
         by_process.setdefault(process, []).append(device)

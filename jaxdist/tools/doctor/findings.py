@@ -78,12 +78,12 @@ def worst(reported: Sequence[Reported]) -> Severity:
 
 
 def exit_code(reported: Sequence[Reported], *, strict: bool) -> int:
-    """Return 1 after an error, or with `strict` a warning; else 0."""
+    """Return 1 if there is an error, or with `strict` a warning; else 0."""
     return int(worst(reported) == "error" or (strict and worst(reported) == "warning"))
 
 
 def record_of(reported: Sequence[Reported], *, strict: bool) -> dict[str, Any]:
-    """Return the report as JSON values."""
+    """Return the report for JSON: worst severity, exit code, and findings with processes, hosts."""
     return {
         "worst": worst(reported),
         "exit_code": exit_code(reported, strict=strict),
@@ -103,7 +103,7 @@ _CHECK_WIDTH = 18
 
 
 def text_of(reported: Sequence[Reported], *, num_processes: int) -> str:
-    """Return the text that process 0 prints.
+    """Return the report as text: a line per finding with its fix, then the verdict.
 
     An "ok" that differs between processes (disk speed) is printed for the first process only.
     """
@@ -123,7 +123,7 @@ def text_of(reported: Sequence[Reported], *, num_processes: int) -> str:
 
 
 def verdict(reported: Sequence[Reported]) -> str:
-    """Return the last line of the report."""
+    """Return the last line of the report: numbers of errors and warnings, and advice."""
     counts = {s: sum(one.finding.severity == s for one in reported) for s in SEVERITIES}
     totals = [
         f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("error", "warning") if counts[s]

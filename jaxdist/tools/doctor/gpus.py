@@ -45,13 +45,13 @@ def examine_gpus() -> tuple[list[Finding], int]:
 
 
 def read_query(text: str) -> list[dict[str, str]]:
-    """Parse `--format=csv,noheader,nounits` into one mapping per GPU."""
+    """Return field -> text for each GPU, from nvidia-smi's CSV output without header."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
     return [dict(zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]
 
 
 def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
-    """Check that all GPUs are of one model, healthy and unused."""
+    """Return findings: the GPUs, and which are of another model, unhealthy or in use."""
     kinds = Counter(row["name"] for row in rows)
     text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
     results = [ok("GPUs", f"{text}, driver {rows[0]['driver_version']}")]
@@ -93,7 +93,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def _number(text: str) -> float | None:
-    """Parse a number; None for "[N/A]" and "[Not Supported]"."""
+    """Return the number in a text; None for "[N/A]" and "[Not Supported]"."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
@@ -117,7 +117,7 @@ _FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 def read_topology(text: str) -> Topology:
-    """Parse the matrix of `nvidia-smi topo -m`."""
+    """Return the links in the matrix that `nvidia-smi topo -m` prints."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     lines = [line for line in plain.splitlines() if line.strip()]
     heads = [
@@ -145,7 +145,7 @@ def read_topology(text: str) -> Topology:
 
 
 def check_topology(topology: Topology) -> list[Finding]:
-    """Check that all pairs of GPUs have equally fast links."""
+    """Return findings about links between GPUs of unequal speed; [] with fewer than two GPUs."""
     if len(topology.gpus) < 2:
         return []
     far = sorted(gpu for gpu, distance in topology.nics.items() if distance in ("NODE", "SYS"))

@@ -29,7 +29,7 @@ _SLOW_NOTICE_S = 120
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
-    """Check free space for `needed_bytes`; measure the speed with a file of `test_bytes`."""
+    """Return findings: space for `needed_bytes`, speed with a file of `test_bytes` (0 = none)."""
     stats, usage = os.statvfs(directory), shutil.disk_usage(directory)
     free_files = stats.f_favail if stats.f_files else None
     results = check_disk(directory, usage.free, usage.total, needed_bytes, free_files)
@@ -52,7 +52,7 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
 def check_disk(
     directory: Path, free: int, total: int, needed: int, free_files: int | None = None
 ) -> list[Finding]:
-    """Rate free space and free inodes for the run's checkpoints."""
+    """Return findings: do free bytes and free inodes suffice for the run's checkpoints."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
     text += f"; the run keeps checkpoints of {in_bytes(needed)}" if needed else ""
     fix = "free some space, lower checkpoint.max_to_keep, or use another --run-dir"
@@ -74,7 +74,7 @@ def check_disk(
 def check_speed(
     directory: Path, num_bytes: int, write_s: float, read_s: float, same: bool
 ) -> Finding:
-    """Rate the speed, and whether the bytes read are the bytes written."""
+    """Return a finding: the disk's speed, or an error if other bytes were read than written."""
     write, read = num_bytes / write_s, num_bytes / read_s
     numbers: dict[str, Any] = {"write_bytes_per_s": write, "read_bytes_per_s": read}
     if not same:
@@ -116,7 +116,7 @@ def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool
 
 
 def examine_limits(num_gpus: int) -> list[Finding]:
-    """Check shared memory, open files, locked memory and CPU cores."""
+    """Return findings about shared memory, open files, locked memory and CPU cores."""
     total = free = 0
     with contextlib.suppress(OSError):
         total, _, free = shutil.disk_usage("/dev/shm")
@@ -132,7 +132,7 @@ def examine_limits(num_gpus: int) -> list[Finding]:
 
 
 def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
-    """Rate /dev/shm, which NCCL uses between GPUs without peer access."""
+    """Return a finding: does /dev/shm, which NCCL uses without peer access, have enough bytes."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm"
     fix = (
         "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with "
@@ -146,7 +146,7 @@ def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
 
 
 def check_files(soft: int, hard: int) -> Finding:
-    """Rate the limit of open files."""
+    """Return a finding about the limits (soft, hard) of open files."""
     unlimited = resource.RLIM_INFINITY
     text = "no limit" if soft == unlimited else f"limit {soft:,}"
     if soft == unlimited or soft >= _FEW_FILES:
@@ -157,7 +157,7 @@ def check_files(soft: int, hard: int) -> Finding:
 
 
 def check_locked(limit: int, has_rdma: bool) -> Finding:
-    """Rate the hard limit of locked memory, to which commands raise the soft one; RDMA needs it."""
+    """Return a finding about the hard limit, in bytes, of locked memory, which RDMA needs."""
     if limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
     text = f"limit {in_bytes(limit)}"
@@ -173,7 +173,7 @@ def check_locked(limit: int, has_rdma: bool) -> Finding:
 
 
 def check_cores(num_cores: int, num_gpus: int) -> Finding:
-    """Rate the CPU cores, which dispatch, load data and compile for the GPUs."""
+    """Return a finding: are there enough CPU cores per GPU to dispatch, load and compile."""
     if num_gpus and num_cores < 2 * num_gpus:
         return warning(
             "cores",
@@ -185,7 +185,7 @@ def check_cores(num_cores: int, num_gpus: int) -> Finding:
 
 
 def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
-    """Check the settings of the SLURM cluster; does nothing outside a SLURM job."""
+    """Return findings about the settings of the SLURM cluster; [] outside a SLURM job."""
     if "SLURM_JOB_ID" not in environ:
         return []
     try:
@@ -198,7 +198,7 @@ def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def check_slurm(text: str) -> list[Finding]:
-    """Rate `scontrol show config`: time to save before a kill, and requeueing."""
+    """Return findings on the output of `scontrol show config`: time to save, requeueing."""
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, flags=re.M))
     return list(_slurm_problems(config)) or [ok("SLURM", "jobs are requeued")]
 
@@ -229,7 +229,7 @@ def _slurm_problems(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _seconds(config: Mapping[str, str], name: str) -> float | None:
-    """Parse `30 sec`; None if it is missing or unlimited."""
+    """Return the seconds in a setting such as `30 sec`; None if it is missing or unlimited."""
     match = re.match(r"(\d+)", config.get(name, ""))
     return float(match[1]) if match else None
 
@@ -249,7 +249,7 @@ _MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-ch
 
 
 def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
-    """Rate the packages of one process; arguments as in `run.monitoring.environment`."""
+    """Return findings on one process's packages; arguments as in `run.monitoring.environment`."""
     main = ", ".join(f"{n} {versions[n]}" for n in _SUMMARY if n in versions)
     cuda = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
     facts = ok(CHECK, "; ".join(filter(None, (main, cuda))), **versions, **nvidia)
@@ -295,7 +295,7 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """Return differences between processes; `everyone` is (host, name -> version) by process id."""
+    """Return findings on versions that differ; `everyone` is (host, name -> version) in order."""
     code = everyone[0][1].get("code", "?")
     agreed = ok("same software", f"{len(everyone)} processes, code {code}")
     return list(_differences(everyone)) or [agreed]

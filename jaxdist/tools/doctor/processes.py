@@ -85,7 +85,7 @@ def own_address(towards: str) -> str:
 
 
 def visit(addresses: Mapping[int, tuple[str, int]]) -> dict[str, Any]:
-    """Connect to the processes at these addresses; return the results by process.
+    """Connect to the processes at these addresses; return results by process id.
 
     `failed` has reasons, `offset_s` the peer's clock minus this clock, `rtt_s` round-trip times.
     """
@@ -119,7 +119,7 @@ def _measure(address: tuple[str, int]) -> tuple[float, float] | str:
 
 
 def check_visits(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """Rate the connections and clocks; both lists are by process id."""
+    """Return a finding on the connections and one on the clocks; both lists are by process id."""
     return [_check_pairs(visits, hosts), _check_clocks(visits, hosts)]
 
 
@@ -149,7 +149,7 @@ def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
 
 
 def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
-    """Compare with the clock of process 0; half the round trip is the uncertainty."""
+    """Return a finding on the largest difference to process 0's clock, ± half the round trip."""
     offsets = {int(i): offset for i, offset in visits[0]["offset_s"].items()}
     trips = {int(i): trip for i, trip in visits[0]["rtt_s"].items()}
     if not offsets:
@@ -226,7 +226,7 @@ def check_views(
     directory: Path,
     failed: Mapping[int, str],
 ) -> list[Finding]:
-    """Check that each process can write into the directory, and that all see the same files.
+    """Return findings: which process cannot write, and do all see the same files.
 
     `views` maps each process to those of its peers, and itself, whose tokens it read. `failed` maps
     a process to the reason why its write failed.

@@ -116,7 +116,7 @@ _FLAGS = (
 
 
 def flags_of(text: str) -> dict[str, str]:
-    """Parse `--name=value --other`; a flag without a value is "true"."""
+    """Return name -> value in `--name=value --other`; a flag without a value is "true"."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -183,7 +183,7 @@ def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> Iterator[Finding]
 
 
 def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> Iterator[Finding]:
-    """Check NCCL_SOCKET_IFNAME: `ib` is a prefix, `=ib0` a name, `^lo` an exclusion."""
+    """Yield errors in NCCL_SOCKET_IFNAME: `ib` is a prefix, `=ib0` a name, `^lo` an exclusion."""
     if not name or name.startswith("^"):
         return
     exact, names = name.startswith("="), name.lstrip("=").split(",")
@@ -204,7 +204,7 @@ def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> Iterator
 
 
 def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Find CUDA libraries in LD_LIBRARY_PATH, which replace those installed with jax."""
+    """Yield a warning per folder of LD_LIBRARY_PATH whose CUDA libraries replace jax's own."""
     for folder in filter(os.path.isdir, environ.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted(os.listdir(folder))
         clash = [n for n in names if re.match(r"lib(cudnn|nccl|cublas|cudart)\.so", n)]
@@ -218,7 +218,7 @@ def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _proxies(environ: Mapping[str, str], coordinator_address: str) -> Iterator[Finding]:
-    """Check proxies in gRPC's order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
+    """Yield a note if a proxy that gRPC uses applies to the coordinator, not exempt by no_proxy."""
     proxies = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
     host = coordinator_address.rpartition(":")[0]
     exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")

@@ -312,7 +312,7 @@ class ElasticAgent(Agent):
     def _missing_member(
         self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool
     ) -> str:
-        """Describe the lost member that blocks this host's processes; "" if none."""
+        """Return text: why this host's processes wait for a lost member; "" if they do not."""
         assert self.round is not None  # a round runs
         if current is None or current.id != self.round.id:
             return f"the other hosts have started a round without {self.rendezvous.own}"
@@ -366,7 +366,7 @@ class ElasticAgent(Agent):
         self.rendezvous.publish(self._capacity_now(), state="waiting", port=free_port(""))
 
     def _capacity_now(self) -> Capacity:
-        """Return the present capacity; nvidia-smi may take seconds."""
+        """Return the numbers of processes and devices now available on this host."""
         most, before = self.plan.nproc_per_node.maximum, self.rendezvous.own
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus

@@ -185,7 +185,7 @@ class KubernetesConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the manifest; print it or pass it to kubectl."""
+    """Print the manifest (--dry-run) or pass it to kubectl; return 0, 1 if kubectl rejects it."""
     config = read_settings(
         KubernetesConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments"
     )

@@ -46,7 +46,7 @@ class LaunchConfig:
     )
     max_restarts: int | None = setting(
         None,
-        "most restarts without a new checkpoint; default 3, or 0 if the command saves none",
+        "most restarts without a new checkpoint; none = 3, or 0 if the module saves no checkpoints",
         ge=0,
     )
     backoff_s: float = setting(
@@ -85,7 +85,7 @@ class LaunchConfig:
     arguments: list[str] = setting([], "arguments of the program")
 
     def ranges(self) -> tuple[Range, Range]:
-        """Return the processes on this host (0 = one per GPU) and the hosts."""
+        """Return the range of processes on this host (0 = one per GPU), and the range of hosts."""
         ranges, problems = [], []
         for flag, text, most in (
             ("nproc-per-node", self.nproc_per_node, 1024),  # more than any host has cores for
@@ -101,7 +101,7 @@ class LaunchConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether either number is a range."""
+        """Return whether the number of processes or of hosts is a range."""
         return ":" in self.nproc_per_node + self.nnodes
 
     @property
@@ -185,7 +185,7 @@ class LaunchConfig:
 
     @property
     def directory(self) -> str:
-        """Return the run directory from these flags or the program's; "" without one."""
+        """Return the run directory by the launcher's or the program's flags; "" without one."""
         return self.run_dir or value_of(self.arguments, "run_dir") or ""
 
     @functools.cached_property
@@ -209,7 +209,7 @@ class LaunchConfig:
 
     @property
     def restart_policy(self) -> RestartPolicy:
-        """Return the policy; commands that write no checkpoint are not restarted by default."""
+        """Return limits and delays of restarts; tools other than training have 0 by default."""
         max_restarts = self.max_restarts
         if max_restarts is None:
             is_ours = self.module.startswith("jaxdist.") and not self.program
@@ -254,7 +254,7 @@ def main(argv: Sequence[str], summary: str) -> int:
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
-    """Read the flags; arguments after `--` belong to the program."""
+    """Return the settings of the command line; arguments after `--` belong to the program."""
     return read_settings(
         LaunchConfig, argv, command="jaxdist.launch", summary=summary, rest="arguments"
     )

@@ -83,7 +83,7 @@ class LegalSizes:
         return num_processes == 1 and min(self.legal) <= devices <= max(self.legal)
 
     def suits(self, num_processes: int, devices: int) -> bool:
-        """Return whether these processes can run the program without an idle GPU."""
+        """Return whether these processes can run the program with no GPU idle."""
         all_used = self.legal is None or num_processes * devices in self.legal
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
@@ -135,7 +135,7 @@ def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: i
 
 
 def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
-    """Return a problem if the ranges allow no legal job on any hosts and GPUs."""
+    """Return one problem if the ranges allow no legal job on any hosts and GPUs, else []."""
     most = plan.nproc_per_node.maximum
     hosts = [
         Host(

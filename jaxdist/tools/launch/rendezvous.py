@@ -118,7 +118,7 @@ class Round(Membership):
 
 @dataclasses.dataclass
 class _Observed:
-    """A host, the time of its last heartbeat (None = none since the first read) and last read."""
+    """A host, when its heartbeat last grew (None = not since the first read), and the last read."""
 
     host: Host
     moved_at: float | None
@@ -173,7 +173,7 @@ class Rendezvous:
         return None
 
     def publish(self, capacity: Capacity | None = None, **changes: Any) -> None:
-        """Write this host's state with changes; each write is a heartbeat."""
+        """Write this host's state with `changes` of its fields; each write is a heartbeat."""
         if capacity is not None:
             changes |= dataclasses.asdict(capacity)
         with self._lock:
@@ -181,7 +181,7 @@ class Rendezvous:
             self._write(f"host-{self.own.rank}", dataclasses.asdict(self.own))
 
     def close(self, **changes: Any) -> None:
-        """Publish a final state and stop the heartbeats."""
+        """Publish this host's state with changes for the last time; stop the heartbeats."""
         self.stop_heartbeat()
         self.publish(**changes)
 
@@ -238,7 +238,7 @@ class Rendezvous:
         return self._hosts()
 
     def leader(self) -> int | None:
-        """Return the lowest rank of a live host that is in the job or waits for it, or None."""
+        """Return the lowest rank of a live host in the job or waiting for it; None without one."""
         ready = [h for h in self._hosts().values() if h.state in ("waiting", "running")]
         return min((h.rank for h in ready if self.is_alive(h)), default=None)
 

@@ -23,7 +23,7 @@ Write a SLURM batch script for a training run.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the script; print, keep or submit it."""
+    """Write the batch script, and print, keep or submit it; return the exit code of `deliver`."""
     config = read_settings(
         SlurmConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments", check_rules=False
     )
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def deliver(config: SlurmConfig, text: str) -> int:
-    """Print, write or submit a script according to its settings; return the exit code."""
+    """Print, write or submit a script; return 0, 1 if sbatch rejects it, 2 without sbatch."""
     if config.dry_run:
         print(text, end="")
         return runtime.EXIT_OK
@@ -77,7 +77,7 @@ def deliver(config: SlurmConfig, text: str) -> int:
 def _with_legal_nodes(
     config: SlurmConfig, nodes: Nodes, sizes: LegalSizes
 ) -> tuple[Nodes, list[str]]:
-    """Return the numbers of nodes on which a mesh is legal, and problems."""
+    """Return the numbers of nodes for which the program has a legal mesh, and problems."""
     hidden = [option for option in config.sbatch if re.match(r"--(gpus|gres=.*gpu)", option)]
     if hidden and not sizes.simulate and not config.gpus_per_node:
         return nodes, [

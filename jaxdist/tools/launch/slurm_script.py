@@ -72,7 +72,7 @@ class SlurmConfig:
     time: str = setting(
         "", "time limit, e.g. 24:00:00; the job saves and requeues itself before it"
     )
-    mem: str = setting("", "memory per node, e.g. 512G")
+    mem: str = setting("", "memory per node, e.g. 512G; empty = SLURM's default")
     partition: str = setting("", "SLURM's --partition")
     account: str = setting("", "SLURM's --account")
     qos: str = setting("", "SLURM's --qos")

@@ -63,13 +63,13 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Return index and placement of the next attempt, or the job's exit code."""
+        """Return index and placement of the next attempt, or the job's exit code without one."""
 
     def watch(self, group: WorkerGroup) -> None:  # noqa: B027  # a hook
-        """Run every `POLL_S` seconds while the processes run."""
+        """React to the state of the running processes; called every `POLL_S` seconds."""
 
     def on_group_end(self, result: GroupResult) -> None:  # noqa: B027  # a hook
-        """Run after all processes of an attempt have ended."""
+        """Receive the result of an attempt, after all its processes have ended."""
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
         """Return, after 0 on this host, whether the processes of all hosts ended with 0."""
@@ -80,7 +80,7 @@ class Agent(abc.ABC):
         return False
 
     def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
-        """Run when the launcher ends, with its exit code."""
+        """Receive the exit code of the launcher, and the signal that stopped it (0 = none)."""
 
     def discard(self) -> None:  # noqa: B027  # a hook
         """Remove all files of this launch; runs after `close` if the job was rejected."""
@@ -102,7 +102,7 @@ class FixedAgent(Agent):
         self._next_index = 0
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Return the same placement each time; on a single host with a new port."""
+        """Return the attempt's index and placement; on a single host with a new port and token."""
         index, self._next_index = self._next_index, self._next_index + 1
         return index, Placement(
             nproc_per_node=self._num_processes(),
@@ -254,7 +254,7 @@ class Supervisor:
         return start_command(command, environ, output)
 
     def _job_exit_code(self, result: GroupResult) -> int | None:
-        """Return the job's exit code, or None for another attempt."""
+        """Return the job's exit code after an attempt; None if another attempt follows."""
         if result.exit_code == runtime.EXIT_OK:
             return runtime.EXIT_OK if self.agent.all_hosts_done(lambda: self.stop_signal) else None
         if result.exit_code == runtime.EXIT_PREEMPTED:

@@ -154,7 +154,7 @@ class Worker:
                 self.error_file.write(self._earlier_error)
 
     def cause(self) -> str:
-        """Describe in a few words how the process ended."""
+        """Return a few words on how the process ended: exit code, signal, hung, lost peers."""
         code = self.process.returncode
         if self.killed:
             return "it hung, did not end with the others, and was killed"
@@ -347,7 +347,7 @@ class WorkerGroup:
 
     @property
     def is_stopping(self) -> bool:
-        """Return whether the processes have received a stop request."""
+        """Return whether a stop request was sent to the processes."""
         return self._stop_at is not None
 
     def run(

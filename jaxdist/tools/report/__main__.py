@@ -25,7 +25,7 @@ class ReportConfig:
     run: list[str] = setting([], "run directories", required=True)
     json: bool = setting(False, "print JSON instead of the table")
     html: str = setting(
-        "", "write a page with the curves of the runs to this file; needs matplotlib"
+        "", "HTML file to write with the curves of the runs; empty = none; needs matplotlib"
     )
     log_y: bool = setting(False, "draw losses, gradient norm and learning rate on logarithmic axes")
     x: Literal["step", "tokens"] = setting(
@@ -35,7 +35,7 @@ class ReportConfig:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the runs, print the comparison, write the page; return the exit code."""
+    """Print a comparison of runs, and write a page with `--html`; return 0."""
     config = read_settings(
         ReportConfig,
         sys.argv[1:] if argv is None else argv,

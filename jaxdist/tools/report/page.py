@@ -167,7 +167,7 @@ def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[floa
 
 
 def _position(run: ReportedRun, step: int, x: str) -> float:
-    """Return the position of a step on the x axis: the step, or the tokens trained on by then."""
+    """Return a step's position on the x axis: the step, or the tokens trained on by then."""
     if x == "step":
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]

@@ -49,7 +49,7 @@ class ReportedRun:
 
 
 def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
-    """Read each run."""
+    """Return the runs of these directories; raise ConfigError with all that cannot be read."""
     problems = [
         f"run {path} is listed twice. List each run once."
         for i, path in enumerate(paths)
@@ -67,7 +67,7 @@ def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
 
 
 def read_run(path: str, name: str) -> ReportedRun:
-    """Read one run directory."""
+    """Return the run of a directory; `name` is its label in the report."""
     directory = RunDirectory.existing(path)
     train: list[Record] = []
     evals: list[Record] = []
@@ -105,7 +105,10 @@ def _sorted(
     events: list[Record],
     counts: collections.Counter[str],
 ) -> Iterator[Record]:
-    """Yield all records; append the records that the report shows to the lists."""
+    """Yield all records; append those that the report shows to the lists.
+
+    `counts` receives the number of events by name, and of warnings as "*".
+    """
     for record, is_current in stream_records(metrics, max_train=MAX_RECORDS):
         if record["kind"] != "event":
             kept = train if record["kind"] == "train" else evals

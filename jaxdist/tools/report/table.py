@@ -81,7 +81,7 @@ def difference_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
 
 
 def text_table(runs: Sequence[ReportedRun]) -> str:
-    """Return both tables as aligned text."""
+    """Return outcomes and differing settings of runs as aligned text, a column per run."""
     head = ("", [run.name for run in runs])
     outcome, changed = outcome_rows(runs), difference_rows(runs)
     if len(runs) > 1:  # pad every cell for the star, so that numbers stay aligned

@@ -41,7 +41,10 @@ _SWEEP_FLAGS = ("run_dir", "arguments", "program")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the unfinished runs, then compare all; return the exit code."""
+    """Train the unfinished runs, print a comparison; return 0 if no run failed, else 1.
+
+    Return 75 or 130 after a stop request. With `slurm`, write a job array instead.
+    """
     sweep = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     trials = sweep.trials
     if sweep.slurm:
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
-    """Write a job array of the unfinished runs; return the exit code."""
+    """Write, or submit, a job array of the unfinished runs; return `slurm.deliver`'s exit code."""
     left = [trial for trial in trials if not trial.is_finished()]
     if not left:
         print("sweep: all runs are finished; the same command without --slurm compares them")
@@ -90,7 +93,7 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
 
 
 def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
-    """Read flags of `jaxdist launch slurm`, e.g. "time=24:00:00"; name the job after the runs."""
+    """Return the settings in flags of `jaxdist launch slurm`; a default names the job."""
     names = [flag.partition("=")[0].replace("-", "_") for flag in flags]
     problems = [
         f"slurm={flag!r} is not FLAG=VALUE. Use e.g. time=24:00:00."
@@ -147,7 +150,7 @@ def train(trial: Trial) -> tuple[int, bool]:
 
 
 def best_of(runs: Sequence[ReportedRun]) -> str:
-    """Describe the run with the lowest evaluation loss, or else training loss."""
+    """Return a line on the run with the lowest evaluation loss, or else training loss."""
     for key, what in (("best_eval_loss", "eval loss"), ("train_loss", "train loss")):
         losses = [(run.outcome[key], run) for run in runs]
         rated = [(loss, run) for loss, run in losses if loss is not None and math.isfinite(loss)]

@@ -27,7 +27,7 @@ _LONGEST_NAME = 255  # bytes of a directory name on Linux file systems
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig(RunConfig):
-    """The settings of a run, and those that vary."""
+    """The settings of a run, the settings that vary with their values, and flags of SLURM."""
 
     grid: tuple[str, ...] = setting(
         (),
@@ -73,7 +73,7 @@ class Sweep:
 
 
 def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
-    """Read the arguments of the command."""
+    """Return the runs of the command line, all checked; raise ConfigError with all problems."""
     config = read_settings(
         SweepConfig,
         argv,

@@ -29,7 +29,7 @@ class VerifyConfig(CheckpointSettings):
     """Checkpoint, export and devices."""
 
     export: str = setting(
-        "", "directory of `convert to-hf`, `to-peft` or `merge` to compare with the checkpoint"
+        "", "output of `convert to-hf`, `to-peft` or `merge` to check too; empty = check no export"
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

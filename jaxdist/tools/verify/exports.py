@@ -54,7 +54,7 @@ class Exported:
 
 
 def check_export(trained: Trained, path: str) -> list[Check]:
-    """Import an exported directory, and compare it with the loaded checkpoint."""
+    """Import an exported directory, compare it with the loaded checkpoint; return the checks."""
     folder = locate(path).absolute()
     is_peft = (folder / peft.CONFIG).exists()
     try:
@@ -89,7 +89,7 @@ def check_export(trained: Trained, path: str) -> list[Check]:
 
 
 def _open_model(trained: Trained, folder: Location) -> Exported:
-    """Open a Hugging Face directory."""
+    """Return the model of a Hugging Face directory, on the devices of the run."""
     weights = open_weights(folder)
     own = decoder_of(trained.parts.config.model, str(trained.run.path))
     expected = read_config(write_config(own, "float32"))
@@ -111,7 +111,7 @@ def _open_model(trained: Trained, folder: Location) -> Exported:
 
 
 def _open_peft(trained: Trained, folder: Location) -> Exported:
-    """Open a PEFT directory, next to the frozen weights of the run."""
+    """Return the adapters of a PEFT directory with the frozen weights of the run."""
     own = trained.parts.config
     model = decoder_of(own.model, str(trained.run.path))
     if not own.lora.rank:
@@ -151,7 +151,7 @@ def _open_peft(trained: Trained, folder: Location) -> Exported:
 
 
 def _open_run(trained: Trained, folder: Location) -> Exported:
-    """Open a run directory, e.g. of merged weights."""
+    """Return the weights of another run directory, e.g. of merged weights."""
     opened = open_run(str(folder), mesh=str(trained.parts.spec))
     loaded = opened.weights()
     arrays = opened.path / "checkpoints" / loaded.step
@@ -175,7 +175,7 @@ def _differences(others: Any, ours: Any, file: str) -> list[str]:
 
 
 def _check_values(trained: Trained, exported: Exported, is_peft: bool) -> Check:
-    """Compare every exported parameter with the checkpoint, rounded to the stored dtype."""
+    """Check that each exported parameter equals the checkpoint's, rounded to the stored dtype."""
     assert trained.loaded is not None
     is_merged = trained.parts.has_adapters and not is_peft
     ours = named(jax.jit(merge)(trained.loaded) if is_merged else trained.loaded)
@@ -244,7 +244,7 @@ def _check_tokenizer(trained: Trained, folder: Location, *, with_ids: bool) -> C
 
 
 def _check_logits(trained: Trained, exported: Exported, is_peft: bool) -> Iterator[Check]:
-    """Compare logits of random tokens."""
+    """Check that export and run compute equal logits of random tokens."""
     assert trained.loaded is not None
     is_merged = trained.parts.has_adapters and not is_peft
     is_float32 = all(dtype == np.float32 for dtype in exported.dtypes.values())

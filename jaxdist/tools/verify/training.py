@@ -66,13 +66,13 @@ class Trained:
         return {name: dims.update for name, dims in named(self.parts.model.axes).items()}
 
     def stored_as(self, parameter: str) -> str:
-        """Return the name of the array of a parameter, or "" if the checkpoint has none."""
+        """Return a parameter's name in the checkpoint; "" if the checkpoint lacks it."""
         names = (f"{self.item}/{parameter}", f"{GROUPS['model'].item}/{parameter}")
         return next((name for name in names if name in self.entries), "")
 
 
 def check_run(trained: Trained) -> list[Check]:
-    """Check a run without its exports."""
+    """Return the checks of a run without its exports: arrays, moments, changes, loading."""
     checks = [_check_arrays(trained)]
     if trained.step < FIRST_STEPS:
         few_steps = f"after {trained.step} steps; {FIRST_STEPS} are needed"
@@ -131,7 +131,7 @@ def _check_moments(trained: Trained) -> Check:
 
 
 def _check_changes(trained: Trained) -> list[Check]:
-    """Compare the weights with those before training."""
+    """Check that logits and all trained weights, but no frozen ones, differ from the start's."""
     if trained.loaded is None:
         return []
     try:
@@ -182,7 +182,7 @@ def _changed(before: Array, now: Array, is_stacked: bool) -> Array:
 
 
 def _check_loading(trained: Trained) -> Check:
-    """Compare the loaded weights with the checkpoint by their checksums."""
+    """Check by checksums that the weights that `generate` loads are the checkpoint's."""
     if trained.loaded is None:
         return Check(name="loading", summary="", problems=[trained.load_error])
     problems = []
