@@ -55,7 +55,7 @@ class ExitReason(enum.StrEnum):
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: numpy and jax scalars to Python's, NaN to "NaN"."""
+    """Return a value with JSON types: Python scalars for numpy's and jax's, "NaN" for NaN, ..."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -79,7 +79,7 @@ def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def decode(text: str) -> Any:
-    """Invert `encode`: "NaN" and the infinities become floats again."""
+    """Return the value of a JSON text; "NaN" and the infinities become floats again."""
     value = json.loads(text)
     return _with_floats(value) if 'NaN"' in text or 'Infinity"' in text else value
 
@@ -266,7 +266,7 @@ def _lines(file: Location) -> Iterator[bytes]:
 
 
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
-    """Read the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
+    """Return the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
     The file is read backward to the newest `totals` event that no later start or rollback
     invalidated, or to its beginning. The result contains that event with its last train record, and

@@ -47,7 +47,7 @@ class RunDirectory:
     def open(
         cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
-        """Create or reopen the directory, changing no file; `path` is the same on every process.
+        """Return the directory, created if needed; change no file. `path` is equal everywhere.
 
         Raise ConfigError if a run exists and `resume` is False, or if the path is a file or not
         writable. Raise FileNotFoundError if the directory existed when the launcher started but is
@@ -88,7 +88,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Open an existing run for reading."""
+        """Return the directory of an existing run, to read it; raise ConfigError without one."""
         run = cls(path, is_writer=False, resumed=True)
         if not run.path.is_directory():
             raise ConfigError(f"run {run.path} is not a directory. {_runs_near(run.path)}")
@@ -160,7 +160,7 @@ class RunDirectory:
             self.summary.write(encode(record, indent=2) + "\n")
 
     def open_metrics(self, *, is_held: bool = False) -> RecordWriter:
-        """Open metrics.jsonl to append; for process 0 only."""
+        """Return a writer that appends to metrics.jsonl; for process 0 only."""
         if not self.is_writer:
             raise ValueError("only process 0 writes metrics.jsonl")
         return RecordWriter(self.metrics, is_held=is_held)
@@ -181,7 +181,7 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys: {"model": {"d_model": 8}} -> {"model.d_model": 8}."""
+    """Return nested tables as one, with dotted keys: {"model": {"d": 8}} -> {"model.d": 8}."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):

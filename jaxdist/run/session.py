@@ -210,7 +210,7 @@ class Session:
             self.turn_trace()
 
     def next_batch(self) -> Batch:
-        """Wait for the batch of the next step: global arrays [global_batch_size, ...]."""
+        """Return the batch of the next step, global arrays [global_batch_size, ...]; may wait."""
         with self.watchdog.phase("data"):
             return self.timer.fetch(lambda: next(self.loader))
 

@@ -247,7 +247,7 @@ class Parts:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None
     ) -> tuple[TrainState, dict[str, Any], int]:
-        """Restore state, meta and step of a checkpoint, by default the newest one, on this mesh.
+        """Return state, meta and step of a checkpoint, the newest by default, on this mesh.
 
         A copy of the parameters that only the settings have starts from them. One that only the
         checkpoint has is dropped. Both cases are logged. Layers are in execution order. Next to
@@ -275,7 +275,7 @@ class Parts:
         return self.in_execution_order(state), meta, step
 
     def load_params(self, checkpointer: Checkpointer, step: int, kind: Weights) -> Params:
-        """Load the weights of a checkpoint; see `Checkpointer.restore_params`."""
+        """Return the weights of a checkpoint on this mesh; see `Checkpointer.restore_params`."""
         target = self.without_base(self.abstract_state()).params
         params = checkpointer.restore_params(target, step, weights=kind)
         return self._with_base(params, checkpointer.meta(step), step)
@@ -346,7 +346,7 @@ class Parts:
         return {name: x.update(sharding=shardings[name]) for name, x in batch.items()}
 
     def open_loader(self, dataset: TrainData, start: Position) -> Loader:
-        """Open a loader of global batches on this mesh, starting at a position."""
+        """Return a loader of global batches on this mesh that starts at a position of the data."""
         return Loader(
             dataset,
             global_batch_size=self.config.train.global_batch_size,
@@ -383,7 +383,7 @@ class Parts:
         return self.stored_params(path, target, reinit) if path else target
 
     def stored_params(self, path: str, target: Params, reinit: Collection[str]) -> Params:
-        """Load weights onto this mesh; weights of a run are verified.
+        """Return weights read from `path` onto this mesh; those of a run are verified.
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
         `Checkpointer.restore_params`. Weights of Hugging Face are quantized before the next array
@@ -418,7 +418,7 @@ def assemble(
     model: Model | None = None,
     objective: Objective | None = None,
 ) -> Parts:
-    """Build the parts of a run for all devices of the job.
+    """Return the parts of a run on all devices of the job; nothing is compiled yet.
 
     `needs_of` estimates memory, which determines the default mesh. `host_of` names the host of each
     process; None = one host per process. `model` replaces the model of the settings, and

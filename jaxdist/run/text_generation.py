@@ -303,7 +303,7 @@ class Decoder:
 def sample_tokens(
     logits: Array, key: Array, *, temperature: float, top_k: int, top_p: float
 ) -> Array:
-    """Draw one token per row, int32 [batch], from logits, float32 [batch, vocab].
+    """Return one random token per row, int32 [batch], by logits, float32 [batch, vocab].
 
     `key` is consumed. `temperature` divides the logits; 0 = the most likely token. `top_k` is the
     number of most likely tokens to keep; 0 = all. `top_p` keeps the most likely tokens until their

@@ -151,7 +151,7 @@ def open_run(
     objective: Objective | None = None,
     rows: Any = None,
 ) -> TrainedRun:
-    """Open a run for evaluation or generation on another mesh, device count or machine.
+    """Return a run, opened to evaluate or generate on any mesh, device count or machine.
 
     `path` may be a checkpoint inside the run. The settings come from it, from the checkpoint
     of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the

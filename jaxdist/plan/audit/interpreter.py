@@ -117,7 +117,7 @@ class Interpreter:
         return out
 
     def _typed(self, aval: Any, states: States) -> States:
-        """Refine states by jax's types: unvarying values are EQUAL, empty arrays are ZERO."""
+        """Return states refined by jax's types: unvarying values are EQUAL, empty arrays ZERO."""
         if 0 in getattr(aval, "shape", ()):
             return (ZERO,) * len(self.axes)
         varies = getattr(getattr(aval, "mat", None), "varying", None)

@@ -119,7 +119,7 @@ def audit_program(
     sum_dtypes: Iterable[Any] = (),
     gradient_dtype: Any = jnp.float32,
 ) -> Audit:
-    """Audit the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
+    """Return the audit of a jaxpr: of a step, of gradients (`make_value_and_grad`), or evaluation.
 
     Reductions may also use `sum_dtypes`. Gradients must be reduced in `gradient_dtype` or wider.
     """

@@ -98,7 +98,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a program's text; raise `UnknownHLO` for a line that is not an instruction."""
+    """Return the program of an HLO text; raise `UnknownHLO` for a line without instruction."""
     computations: dict[str, list[HloInstruction]] = {}
     entry, current = None, None
     for line in text.splitlines():

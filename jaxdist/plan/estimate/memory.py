@@ -98,7 +98,7 @@ def usable_bytes(job: Job) -> float:
 
 
 def estimate_memory(job: Job) -> MemoryEstimate:
-    """Estimate the memory of one device of the job."""
+    """Return the estimated memory of one device of the job, by class and phase."""
     moments = moment_bytes(job)
     offload = job.config.train.offload
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
@@ -161,7 +161,7 @@ def _moments_in_flight(job: Job) -> float:
 
 
 def _factored(job: Job, weight: Weight) -> int:
-    """Return the elements of Adafactor's row and column moments, and of unfactored vectors."""
+    """Return the number of elements of Adafactor's moments of a weight: rows, columns; or all."""
     if not weight.is_matrix or "d_model" not in weight.dims:
         return job.size(weight, "moment")
     # Layers and unnamed dims (query, key, value; gate, up) stack separate matrices.

@@ -102,7 +102,7 @@ def can_offload(job: Job) -> bool:
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
-    """Choose the policy for `train.remat = auto`; None if the settings name a policy."""
+    """Return the fastest remat policy that fits, else the smallest; None unless it is "auto"."""
     if job.config.train.remat != "auto":
         return None
     jobs = {policy: job.changed("train", remat=policy) for policy in policies_of(job)}

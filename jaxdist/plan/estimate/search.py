@@ -122,7 +122,7 @@ def search(
     *,
     stages: bool = True,
 ) -> SearchResult:
-    """Find the best settings on every mesh of a cluster; `stages=False` excludes pipelines."""
+    """Return the best settings on each legal mesh of a cluster; `stages=False` = no pipelines."""
     start = time.perf_counter()
     model = model or config.build_model()
     refused: dict[MeshSpec, str] = {}

@@ -26,7 +26,7 @@ def state_bytes(job: Job) -> float:
 
 
 def phase(job: Job) -> dict[str, Mapping[str, float]]:
-    """Return the bytes of the arrays alive while the teacher predicts; {} without a teacher.
+    """Return "teacher" -> name -> bytes of arrays alive while it predicts; {} without a teacher.
 
     Activations are those of a layer's backward, an upper bound.
     """

@@ -83,7 +83,7 @@ class StepTime:
 
 
 def estimate_time(job: Job) -> StepTime:
-    """Estimate the time of one step of the job."""
+    """Return the estimated seconds of one step of the job, by cause."""
     rates = _Rates.of(job)
     flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)

@@ -166,7 +166,7 @@ def _describe_mfu(facts: Mapping[str, Any]) -> str:
 
 
 def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> list[Row]:
-    """Return the rows of the closing block, from the summary."""
+    """Return (label, text) rows of the block printed at the end of a run; texts may be ""."""
     ended = (
         f"{summary['exit_reason']} at step {summary['step']}/{summary['total_steps']} "
         f"after {duration(summary['wall_s'])}"
@@ -244,7 +244,7 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Explain why devices were busy for less than 80 % of the time; [] if they were busy."""
+    """Return lines on why steps or devices took below 80 % of the time; [] if they took more."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:

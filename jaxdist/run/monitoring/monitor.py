@@ -215,7 +215,7 @@ class Monitor:
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Report an evaluation of the state after `step`."""
+        """Report an evaluation of the state after `step`; return its metrics as Python numbers."""
         values = read(metrics)
         record = {"kind": "eval", "time": self._clock(), "step": step, **values}
         self.run_summary.evals.append(record)
@@ -300,7 +300,7 @@ class Monitor:
     def track_compiles(
         self, function: Callable[..., Any] | CompileTracker, name: str | None = None
     ) -> CompileTracker:
-        """Wrap a jitted function to log its compilations; each after the first is a warning."""
+        """Return a wrapper of a jitted function that logs compilations; later ones are warnings."""
         tracker = (
             function
             if isinstance(function, CompileTracker)

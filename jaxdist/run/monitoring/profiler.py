@@ -212,7 +212,7 @@ def device_times(profile: Any) -> list[DeviceTime]:
 
 
 def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """Merge overlapping time spans; the result is sorted."""
+    """Return the union of time spans, as sorted spans that do not overlap."""
     joined: list[TimeSpan] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

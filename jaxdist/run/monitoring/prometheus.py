@@ -64,7 +64,7 @@ class Prometheus:
         self._thread.start()
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
-        """Store the newest step; `unit` (tokens, images) is a counter."""
+        """Store a step's metrics for the next scrape; count its tokens or images (`unit`)."""
         numbers = _numbers(record)
         total = numbers.pop(unit, None)
         with self._lock:
@@ -73,7 +73,7 @@ class Prometheus:
                 self._totals[unit] = total
 
     def eval(self, record: Mapping[str, Any]) -> None:
-        """Store the newest evaluation."""
+        """Store the metrics of the newest evaluation for the next scrape."""
         with self._lock:
             self._gauges |= {f"eval_{name}": x for name, x in _numbers(record).items()}
 

@@ -47,7 +47,7 @@ class CompileTracker:
         report: Callable[[Compilation], None] | None = None,
         name: str | None = None,
     ):
-        """Without `report`, compilations are stored until `report_to` is called."""
+        """Track `function`; without `report`, store its compilations until `report_to`."""
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
@@ -57,7 +57,7 @@ class CompileTracker:
         self._signature: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, and report a compilation."""
+        """Call the function and return its result; report a compilation."""
         before = self._function._cache_size()
         with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
             return self._function(*args, **kwargs)
@@ -69,7 +69,7 @@ class CompileTracker:
             report(self._unreported.pop(0))
 
     def compile(self, *args: Any) -> Any:
-        """Compile for these arguments without running; a later call reuses the executable."""
+        """Return the executable for these arguments, compiled but not run; later calls reuse it."""
         with self._reported((args, {}), lambda: True):
             return self._function.lower(*args).compile()
 
@@ -118,7 +118,7 @@ def _compile_events() -> Iterator[list[str]]:
 
 
 def _signature_of(arguments: Any) -> dict[str, str]:
-    """Map each leaf to the properties that a compilation depends on: shape, dtype, sharding."""
+    """Return argument name -> the properties that a compilation depends on, as text."""
     import jax
     import numpy as np
 
@@ -238,7 +238,7 @@ class StepTimer:
             return function(*arguments, **named)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Exclude the time of the block, such as a save, from the step times."""
+        """Return a context that excludes its time, such as that of a save, from the step times."""
         return self._timed("paused")
 
     def lap(self) -> tuple[float, float]:

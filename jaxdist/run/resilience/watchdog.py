@@ -101,7 +101,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run the block in another phase: save, evaluation, restore, ..."""
+        """Time the `with` block as another phase, `name`: save, evaluation, restore, ..."""
         before = self._phase
         self.enter(name)
         try:
@@ -196,7 +196,7 @@ class Watchdog:
             self._leave(runtime.EXIT_HANG)
 
     def _keep_beating(self, beats: int) -> bool:
-        """Write `beats` heartbeats; False once another process aborts or the watchdog closes."""
+        """Write `beats` heartbeats; return False if another process aborts or `close` is called."""
         for _ in range(beats):
             if self._closed.wait(self._beat_s):
                 return False
@@ -304,7 +304,7 @@ def silent_processes(
 
 
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
-    """Name the process that is behind, in one line, from heartbeats read some beats apart.
+    """Return one line that names the process that is behind, from heartbeats some beats apart.
 
     Report the first that exists: processes without a heartbeat; processes that finished fewer
     steps; processes in another phase while the others wait in a step.

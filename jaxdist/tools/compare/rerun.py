@@ -154,7 +154,7 @@ _LANES = 8
 
 
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
-    """Return (state, batch [global_batch_size, ...]) -> digests; the state is not donated."""
+    """Return (state, batch [global_batch_size, ...]) -> digests of tensors; no state is donated."""
     model = _with_probe(parts.model) if parts.model.num_layers else parts.model
     gradients = make_value_and_grad(
         model,
@@ -187,7 +187,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
     positions = parts.plan.layers.positions
 
     def in_model_order(digests: dict[str, Any]) -> dict[str, Any]:
-        """Reorder digests [layers, ...] from execution order to that of the model."""
+        """Return digests [layers, ...] reordered from execution order to that of the model."""
         return jax.tree.map(lambda x: x[positions] if np.ndim(x) else x, jax.device_get(digests))
 
     return lambda state, batch: _in_order(in_model_order(step(state, batch)))
@@ -240,7 +240,7 @@ def _with_probe(model: Model) -> Model:
     block: Any = model.block
 
     def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
-        """Apply the block to x [batch, seq_shard, d_model], with digests in `lanes`."""
+        """Return the block's results for x [batch, seq_shard, d_model]; digests go to `lanes`."""
         weights = dict(weights)
         lanes = weights.pop(_PROBE)
         before = x
@@ -266,7 +266,7 @@ def _observe(x: Array, before: Array, lanes: Array) -> Array:
 
 
 def _forward(x: Array, before: Array, lanes: Array) -> tuple[Array, Any]:
-    """Apply `_observe` to x [batch, seq_shard, d_model], and save the digests of both inputs."""
+    """Return `x` [batch, seq_shard, d_model], and digests of both inputs for `_backward`."""
     return x, (_lanes(before), _lanes(x), before, lanes)
 
 

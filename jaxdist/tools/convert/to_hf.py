@@ -155,7 +155,7 @@ def _rows(
 
 
 def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
-    """Read a block [shape of `index`] of a piece, in the stored dtype."""
+    """Return a block of a piece, of `index`'s shape [...], in the stored dtype."""
     if piece.layer is None:
         return stored.gather(piece.name, index)
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]

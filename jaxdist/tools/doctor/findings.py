@@ -54,7 +54,7 @@ class Reported:
 
 
 def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
-    """Merge equal findings of all processes, given as (host, findings); sort by check."""
+    """Return the findings of all processes, (host, findings) each, equal ones merged, by check."""
     groups: dict[tuple[str, str, str, str], tuple[Finding, list[int], list[str]]] = {}
     order: dict[str, int] = {}
     for process, (host, findings) in enumerate(everyone):

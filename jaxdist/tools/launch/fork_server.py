@@ -111,7 +111,7 @@ class ForkServer:
         return self._gone
 
     def start(self, command: list[str], environ: dict[str, str], output: int) -> Forked:
-        """Fork the server to run `python -m MODULE ARGUMENTS`; raise OSError if it has ended."""
+        """Return a fork that runs `python -m MODULE ARGUMENTS`; raise OSError if none starts."""
         words = command[command.index("-m") + 1 :]
         request = json.dumps({"words": words, "environ": environ}).encode()
         self._started = 0
@@ -158,7 +158,7 @@ class ForkServer:
 
 
 class Forked:
-    """A process that a `ForkServer` has started."""
+    """A process that a `ForkServer` has forked, with the methods of `Process`."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid

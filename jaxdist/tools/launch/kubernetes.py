@@ -294,7 +294,7 @@ def _path_of(volume: str) -> str:
 
 
 def _escape(word: str) -> str:
-    """Escape $(NAME), which Kubernetes would replace."""
+    """Return a word in which $(NAME) is escaped, because Kubernetes would replace it."""
     return word.replace("$(", "$$(")
 
 

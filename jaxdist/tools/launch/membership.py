@@ -26,7 +26,7 @@ class Range:
 
     @classmethod
     def parse(cls, flag: str, text: str, least: int = 1, most: int = 100_000) -> Range:
-        """Parse `N` or `MIN:MAX` with numbers from `least` to `most`; else raise ValueError."""
+        """Return the range in `N` or `MIN:MAX`; ValueError unless `least` <= numbers <= `most`."""
         match = re.fullmatch(r"(-?[0-9]{1,20})(?::(-?[0-9]{1,20}))?", text.strip())
         if match is None:
             raise ValueError(
@@ -176,7 +176,7 @@ def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
 
 
 def main() -> int:
-    """Print the fields of `LegalSizes` as JSON; `read_sizes` starts this process."""
+    """Print `LegalSizes` for a program's arguments as JSON, return 0; `read_sizes` starts this."""
     from jaxdist.config import legal_sizes, read_run
     from jaxdist.settings import ConfigError, problems_of
 

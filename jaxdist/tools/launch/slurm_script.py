@@ -42,7 +42,7 @@ class Nodes:
 
     @classmethod
     def parse(cls, text: str) -> Nodes:
-        """Parse `8`, `4-8` (SLURM's range) or `4:8` (the launcher's); else raise ValueError."""
+        """Return the numbers in `8`, `4-8` (SLURM) or `4:8` (launcher); else raise ValueError."""
         text = re.sub(r"(?<=\d)-", ":", text, count=1)
         nodes = Range.parse("nodes", text)
         return cls(most=nodes.maximum, least=nodes.minimum if ":" in text else 0)

@@ -243,7 +243,7 @@ class Supervisor:
             self._preloaded, self._may_preload = ForkServer(), False
 
     def _start(self, command: list[str], environ: dict[str, str], output: int) -> Process:
-        """Fork the fork server if it is ready, else start a fresh process.
+        """Return a started process: a fork of the fork server if it is ready, else a fresh one.
 
         After two failures without a new checkpoint, always start fresh processes, to rule out the
         fork as the cause.

@@ -38,7 +38,7 @@ _OOM_WINDOW_S = 60.0
 
 
 def start_command(command: list[str], environ: dict[str, str], output: int) -> Process:
-    """Start a command in its own session; see `fork_server.Start`."""
+    """Return a process that runs a command in its own session; see `fork_server.Start`."""
     return subprocess.Popen(
         command,
         env={**os.environ, **environ, "PYTHONUNBUFFERED": "1"},
@@ -221,7 +221,7 @@ class Worker:
             self._log.close()
 
     def _keep(self, line: bytes) -> None:
-        """Append to the log; continue without it on a full disk, or the pipe would block."""
+        """Append output to the log file; on a full disk drop it, because the pipe would block."""
         try:
             if self._log is None:
                 descriptor = locate(self.log_file).append_descriptor()
@@ -353,7 +353,7 @@ class WorkerGroup:
     def run(
         self, stop_timeout_s: float, watch: Callable[[WorkerGroup], None] = lambda _: None
     ) -> GroupResult:
-        """Wait until all processes have ended; the first failure ends the others.
+        """Wait until all processes have ended; return why. The first failure ends the others.
 
         After a stop request they have `stop_timeout_s` to save. `watch` is called every `POLL_S`.
         """

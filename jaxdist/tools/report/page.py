@@ -43,7 +43,7 @@ th:first-child { text-align: left; font-weight: normal; }
 
 
 def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = False) -> str:
-    """Return the page for `runs`; `x` is "step" or "tokens".
+    """Return an HTML page that compares `runs`; `x` is the x axis, "step" or "tokens".
 
     `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
     """

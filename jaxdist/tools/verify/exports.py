@@ -211,7 +211,7 @@ def _differs(ours: Array, others: Array, dtype: Any, is_stacked: bool, units: in
 
 
 def _check_tokenizer(trained: Trained, folder: Location, *, with_ids: bool) -> Check:
-    """Compare the tokenizer's files, and the end-of-text ids of a complete model."""
+    """Check that tokenizer files are the run's; of a complete model also end-of-text ids."""
     settings: RunConfig = settings_of_run(trained.run.path, trained.step)
     problems = []
     with tempfile.TemporaryDirectory() as temporary:

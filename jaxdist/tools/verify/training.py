@@ -34,7 +34,10 @@ SAMPLE_SHAPE = (2, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check; `is_done` is False if it could not be made, and `summary` why."""
+    """The result of one check: `summary` without problems, else `problems`.
+
+    `is_done` is False if the check could not be made, and `summary` is the reason.
+    """
 
     name: str
     summary: str
