@@ -382,7 +382,7 @@ class Session:
         self.monitor.rewind(self.step, f"continuing from step {self.step}{without}")
 
     def forward_events(self) -> None:
-        """Record the events of the checkpointer, which has logged them already."""
+        """Record the checkpointer's events in metrics.jsonl; it has already logged them."""
         for event in self.checkpointer.pop_events():
             fields = dict(event)
             name = str(fields.pop("event"))

@@ -48,7 +48,7 @@ _NUM_PARTS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpikeConfig(DeviceSettings):
-    """The step of a run, and the devices."""
+    """Settings: the step of a run whose rows are listed, their number, and the devices."""
 
     run: str = setting("", "run directory", required=True)
     step: int = setting(0, "step whose batch is listed", required=True, ge=0)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
-    """Return recorded values of the step, the checkpoint in use, and `rows`, highest loss first."""
+    """Return a step's recorded loss, the checkpoint used, and `rows` of highest loss first."""
     directory = RunDirectory.existing(config.run)
     history = read_history(directory, config.step)
     run = open_run(

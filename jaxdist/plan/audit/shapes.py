@@ -225,7 +225,7 @@ _GONE = 1000
 
 
 class MissingGather(Exception):
-    """The factors are split along different dims; an error if one of them is a weight."""
+    """Raised if a product's factors are split along different dims: an error if one is a weight."""
 
 
 def dot_general(equation: Any, states: Sequence[int]) -> int:

@@ -362,7 +362,7 @@ class Job:
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, role: Role) -> int:
-        """Return the elements per device of an array with a weight's shape and this role.
+        """Return the number of elements per device of an array with a weight's shape and this role.
 
         They include the padding of stages with fewer layers than others.
         """
@@ -377,7 +377,7 @@ class Job:
         return sizes[key]
 
     def total(self, weights: Iterable[Weight], role: Role) -> int:
-        """Return the elements per device of several arrays with weights' shapes."""
+        """Return the number of elements per device of arrays like the weights in this role."""
         return sum(self.size(weight, role) for weight in weights)
 
     def gathered_bytes(self, weights: Iterable[Weight]) -> int:

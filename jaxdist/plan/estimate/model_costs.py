@@ -114,7 +114,7 @@ class ModelCosts:
         return False
 
     def transposed_per_layer(self) -> int:
-        """Return the bytes of residuals that are copied to another layout before backward."""
+        """Return the bytes of a layer's residuals that backward first copies to another layout."""
         return 0
 
     def working(self) -> float:

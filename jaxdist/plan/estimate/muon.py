@@ -27,7 +27,7 @@ class MatrixShare:
 
     @property
     def size(self) -> int:
-        """Elements of all matrices."""
+        """Number of elements of all matrices of the share."""
         return self.matrices * self.rows * self.columns
 
 

@@ -55,7 +55,7 @@ def run_id_of(first_start: float) -> str:
 
 
 class Tracker(Protocol):
-    """A receiver of metrics."""
+    """A receiver of a run's metrics and summary, e.g. wandb; users can write their own."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Receive numbers of a step: "train/loss", "eval/loss", "speed/tokens_per_s" ..."""
@@ -258,7 +258,7 @@ class TensorBoard:
         self._write(step, summary=Summary(value=points))
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the file of events."""
         self._safely(self._writer.close)
         if self._mirror is not None:
             self._safely(self._mirror.close)
@@ -266,7 +266,7 @@ class TensorBoard:
             self._scratch.cleanup()
 
     def _open(self) -> None:
-        """Start a file.
+        """Start a new file of events.
 
         TensorBoard reads files in the order of their names, which contain seconds. The nanoseconds
         in the suffix keep a quick restart from overwriting the previous file.

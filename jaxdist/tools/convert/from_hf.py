@@ -91,7 +91,7 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
     chunk = _chunk(piece, dtype.itemsize)
 
     def blocks() -> Iterator[tuple[Index, np.ndarray]]:
-        """Yield (index in the array, values of that index's shape) for each block."""
+        """Yield (index in the array, values [shape of the index]) of each block."""
         for part in parts:
             for index in grid(part.shape, chunk):
                 values = part.read(index, weights.fetch, dtype)

@@ -13,7 +13,7 @@ _CLASSES = {"transformers": "AutoModelFor", "peft": "AutoPeftModelFor"}
 
 
 def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library: str) -> str:
-    """Return the model card; `library` is the one that loads the model: transformers or peft."""
+    """Return the README.md of an export; `library`, transformers or peft, loads the model."""
     start = settings.init_from
     pipeline = "text-classification" if settings.num_labels else "text-generation"
     header = {"library_name": library, "pipeline_tag": pipeline, "tags": ["jaxdist"]}

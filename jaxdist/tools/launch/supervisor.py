@@ -72,7 +72,7 @@ class Agent(abc.ABC):
         """Receive the result of an attempt, after all its processes have ended."""
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Return, after 0 on this host, whether the processes of all hosts ended with 0."""
+        """Return, after exit code 0 on this host, whether all hosts' processes ended with 0."""
         return True
 
     def continues_after_save(self) -> bool:

@@ -26,7 +26,7 @@ from jaxdist.settings import read_settings, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyConfig(CheckpointSettings):
-    """Checkpoint, export and devices."""
+    """Settings: the checkpoint of a run, an export to compare with it, and the devices."""
 
     export: str = setting(
         "", "output of `convert to-hf`, `to-peft` or `merge` to check too; empty = check no export"
