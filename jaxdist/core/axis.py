@@ -24,7 +24,7 @@ class Workload:
         dims: logical dim -> size (`Model.dims`); without `layers` if no layers are stacked.
         rules: logical dim -> mesh axis, for dims specific to the model (`Model.rules`).
         settings: logical dim -> the setting that determines its size, for messages.
-        units: logical dim -> number of its entries that no shard may cut, because they are
+        units: logical dim -> number of adjacent entries that no shard may cut, because they are
             quantized together.
         global_batch_size: rows per step; None skips the checks of the batch.
         num_microbatches: microbatches per device.

@@ -279,7 +279,7 @@ class BlockWeight(CompositeWeight):
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
-        """Return the product [*dims after the arrow] of x and the weight in the dtype of x."""
+        """Return the product [*dims after the arrow] of x and the weight cast to the dtype of x."""
         del sum_over
         run = lambda x, weight: dot(dims, x, weight.astype(x.dtype), out_dtype=out_dtype)
         return jax.checkpoint(run)(x, self)  # backward saves only the stored arrays

@@ -46,7 +46,7 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Axes) -> Tree:
-    """Declare that every leaf [...] may differ over `axes`; no communication.
+    """Return the tree, with every leaf [...] declared to differ over `axes`; no communication.
 
     The gradient of the argument is summed over `axes`; the gradient of the result stays local. The
     step uses this to reduce gradients only once.
@@ -122,7 +122,7 @@ def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
 
 
 def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
-    """Send each device its part of the root's array: [..., d, ...] -> [..., d/n, ...].
+    """Return this device's part of the root's array: [..., d, ...] -> [..., d/n, ...].
 
     Sends B·(n−1)/n bytes.
     """
@@ -144,13 +144,13 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
 
 
 def permute(x: Same, axis: str, shift: int = 1) -> Same:
-    """Send x to the device `shift` positions later on the ring. Sends B bytes."""
+    """Send x `shift` positions along the ring; return the array that arrives. Sends B bytes."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
 def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
-    """Permute by exchanges between pairs, for code that only some devices run.
+    """Return the result of `permute` from exchanges in pairs, for code that only some devices run.
 
     A permute waits for every device of the mesh; an exchange waits only for its pair. The ring must
     have even length. A negative shift sends back. Sends B bytes on a ring of two, else 2·B.

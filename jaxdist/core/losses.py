@@ -154,7 +154,7 @@ def _linear_cross_entropy(
     """
 
     def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
-        """Add the sums, float32 [], of a chunk [chunk, ...] of tokens; return its losses."""
+        """Return the carry plus a chunk's sums, float32 [], and losses of its tokens [chunk]."""
         x, targets, weights = part
         sums, losses, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return tuple(map(jnp.add, carry, sums)), losses if vocabulary.by_token else None
@@ -183,7 +183,7 @@ def _forward(
     def chunk(
         carry: tuple[tuple[Array, ...], Array], part: tuple[Array, ...]
     ) -> tuple[tuple[tuple[Array, ...], Array], Any]:
-        """Add the sums and dkernel of a chunk; return its dx [chunk, d_model] and losses."""
+        """Return the carry plus sums and dkernel of a chunk; its dx [chunk, d_model] and losses."""
         part_x, part_targets, part_weights = part
         sums, losses, (difference, slope) = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary

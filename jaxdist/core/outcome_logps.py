@@ -77,7 +77,7 @@ def _backward(vocabulary: Vocabulary, temperature: float, saved: Any, grads: Arr
     x, kernel, targets = saved
 
     def chunk(dkernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Add dkernel [d_model, vocab_shard] of a chunk; return its dx [chunk, d_model]."""
+        """Return dkernel [d_model, vocab_shard] plus a chunk's, and its dx [chunk, d_model]."""
         x, targets, dlogps = part
         _, probs, others, at, slope = _chunk_logps(x, targets, kernel, vocabulary, temperature)
         dlogits = others * dlogps[:, -1:] - probs * jnp.sum(dlogps, 1, keepdims=True)

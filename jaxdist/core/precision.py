@@ -78,7 +78,7 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 
 
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """Halve the scale after a step with NaN or Inf (never below 1); double it periodically.
+    """Return the loss scale after a step: halved after NaN or Inf, but never below 1; {} stays {}.
 
     It doubles after `GROWTH_STEPS` steps with finite loss and gradients (`finite`, bool []).
     """

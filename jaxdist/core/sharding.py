@@ -129,18 +129,18 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Return the axes in use that split the rows of a batch."""
+        """Return the names of the axes in use that split the rows of a batch."""
         return tuple(axis.name for axis in self.mesh_spec.used if axis.splits_rows)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Return the axes in use over which a replicated parameter's local gradients differ."""
+        """Return the names of axes over which a replicated parameter's local gradients differ."""
         when = ("always", "sequence_parallel") if self.sequence_parallel else ("always",)
         return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_gradients in when)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Return the axes in use over which the loss of a step is summed."""
+        """Return the names of the axes in use over which the loss of a step is summed."""
         return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_loss)
 
     @property

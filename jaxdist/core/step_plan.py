@@ -143,7 +143,7 @@ class StepPlan:
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """Return the context-parallel exchange of keys and values; None without a context axis."""
+        """Return the `ExchangePlan` for keys and values; None without a context axis."""
         return self.attention.exchange
 
     @property
@@ -174,7 +174,7 @@ def plan_step(
     check: KernelCheck | None = None,
     remat: str | None = None,
 ) -> StepPlan:
-    """Plan the step of a model on a layout of real or abstract devices.
+    """Return the plan for the step of a model on a layout of real or abstract devices.
 
     `check` compares cuDNN's kernel with the reference; None = not compared. `remat` is the policy
     chosen by estimated costs; None = as configured. Raises `ConfigError` if the heads or the stages
@@ -278,7 +278,7 @@ def request_of(
 def exchange_of(
     model: Model, layout: Layout, per_node: int, *, packed: bool
 ) -> ExchangePlan | None:
-    """Plan the context-parallel exchange of keys and values; None without a context axis."""
+    """Return the plan for the exchange of keys and values; None without a context axis."""
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)

@@ -100,7 +100,7 @@ def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: 
     x, kernel, targets = saved
 
     def chunk(dkernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Add dkernel [d_model, vocab_shard] of a chunk; return its dx [chunk, d_model]."""
+        """Return dkernel [d_model, vocab_shard] plus a chunk's, and its dx [chunk, d_model]."""
         x, targets, dlogps, dentropy = part
         _, entropy, logps, probs, hit, slope = _chunk_logps(
             x, targets, kernel, vocabulary, sampling

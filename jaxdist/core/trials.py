@@ -42,7 +42,7 @@ Result = dict[str, Any]
 
 
 def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
-    """Compare cuDNN's kernel with its reference in a child process, or return the cached result.
+    """Return how cuDNN's kernel compares with its reference, from a child process or the cache.
 
     If the child lacks memory next to this process, this process compares.
     """
@@ -178,7 +178,7 @@ def operation_errors() -> dict[str, tuple[float, float]]:
 
 
 def _scan(x: Any, y: Any, index: Any) -> Any:
-    """Write row after row of x + y into a buffer, last row first: [rows, columns]."""
+    """Return x + y [rows, columns], written row by row into a buffer, last row first."""
 
     def body(buffer: Any, row: Any) -> Any:
         return buffer.at[row].set(x[row] + y[row]), None

@@ -78,7 +78,7 @@ def trained_loss(sums: Sums) -> Array:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Add two `Sums`, scalars [], by name; a missing name counts as 0."""
+    """Return the sum of two `Sums`, scalars [], by name; a missing name counts as 0."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 
@@ -322,7 +322,7 @@ class Context:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an error for a removed member, with its replacement."""
+            """Raise `ConfigError` for a removed member, with its replacement."""
             if name in _RENAMED:
                 raise ConfigError(f"Context.{name} was removed. Use {_RENAMED[name]}.")
             raise AttributeError(f"Context has no attribute {name!r}")

@@ -264,11 +264,11 @@ def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """Return the GPUs of the catalog and of a user's TOML file, one table each.
+    """Return name -> GPU for the catalog and a user's TOML file, one table each.
 
     A table with `like` copies a listed GPU, or an earlier table, and overrides some keys. Otherwise
-    it must have every key of `known.toml` except `device_kind`. Raises `ConfigError` with all
-    problems of the file.
+    it must have every key of `known.toml` except `device_kind`, `gpus_per_fabric`, `power_w` and
+    `max_clock`. Raises `ConfigError` with all problems of the file.
     """
     try:
         tables = tomllib.loads(locate(Path(path).expanduser()).read().decode())
@@ -284,9 +284,10 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
 
 
 def parse_gpus(text: str, catalog: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
-    """Parse `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or a comma-separated list.
+    """Return the clusters of `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or a list.
 
-    `h100` means one GPU. If there is more than one node, all must be full.
+    `h100` means one GPU; commas separate clusters. Of more than one node, all must be full. Raises
+    `ConfigError` with all problems.
     """
     clusters, problems = [], []
     for part in text.split(","):

@@ -110,7 +110,7 @@ class LoraConfig:
         }
 
     def block_units(self, model: Any) -> dict[str, int]:
-        """Return logical dim -> number of its entries that a shard may not cut."""
+        """Return logical dim -> number of adjacent entries that no shard may cut."""
         units: dict[str, int] = {}
         for array, blocks in self.blocks(model).items():
             dim = "d_model" if array in ("attention/qkv", "mlp/up") else "mlp"

@@ -153,7 +153,7 @@ class ExpertSettings:
         return problems
 
     def _router_problems(self) -> list[str]:
-        """Return the errors of the table `router`."""
+        """Return error messages for the table `router`."""
         defaults, problems = vars(Router()), []
         for name, value in self.router.items():
             key = f"model.router.{name}={value!r}"

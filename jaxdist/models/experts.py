@@ -58,10 +58,10 @@ class Experts(nnx.Module):
         self.config = config
 
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
-        """Choose the experts of tokens x [batch, seq_shard, d_model] of the residual stream.
+        """Return the `Routing` of tokens x [batch, seq_shard, d_model], and the router's `Sums`.
 
-        If two scores are equal, the expert with the lower index comes first. The sums are {}
-        unless `aux` has the `weights` of a training batch.
+        If two scores are equal, the expert with the lower index comes first. The sums are {} unless
+        `aux` has the `weights` of a training batch.
         """
         config = self.config
         logits = jnp.einsum(

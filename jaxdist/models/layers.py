@@ -247,9 +247,10 @@ def rope_stretch(
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Scale frequencies [head_dim / 2] as Llama 3.1: low ones by 1 / `factor`, with a linear ramp.
+    """Make Llama 3.1's function of frequencies [head_dim / 2]: low ones are times 1 / `factor`.
 
-    Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
+    From `low` to `high` turns in `original_len` positions there is a linear ramp. Source: the Llama
+    3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
     """
 
     def stretch(frequencies: Array) -> Array:
@@ -261,9 +262,10 @@ def llama3_stretch(
 
 
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
-    """Scale frequencies [head_dim / 2] as YaRN: 1 / `factor` from index `last`, ramp from `first`.
+    """Make YaRN's function of frequencies [head_dim / 2]: times 1 / `factor` from index `last` on.
 
-    Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), rounded outwards as in its code.
+    Between the indices `first` and `last` there is a linear ramp. Source: Peng et al. 2023, "YaRN",
+    section 3.2 (NTK-by-parts), rounded outwards as in its code.
     """
 
     def stretch(frequencies: Array) -> Array:
@@ -352,7 +354,7 @@ _rows.defvjp(lambda num_rows, table, index: (table[index], index), _rows_backwar
 
 
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
-    """Drop features; random bits depend only on a token's row and position, not on the mesh.
+    """Return x with features dropped; random bits depend only on a token's row and position.
 
     Args:
         x: [batch, seq_shard, d_model].

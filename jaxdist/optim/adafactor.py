@@ -36,7 +36,7 @@ class FactoredState(NamedTuple):
 
 
 def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Make factored second moments with update clipping, separately for each layer's matrices.
+    """Make the rule of Adafactor with update clipping, separately for each layer's matrices.
 
     Shazeer and Stern, "Adafactor", 2018, algorithms 4 and 5, without momentum and without a
     learning rate relative to the parameter's scale. We do not use optax's, because it factors the

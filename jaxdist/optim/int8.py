@@ -53,7 +53,7 @@ class BlockState(NamedTuple):
 def in_8_bits(
     rule: optax.GradientTransformation, axes: Params, moments: Mapping[str, Moment]
 ) -> optax.GradientTransformation:
-    """Store `moments` of `rule` in 8 bits between updates; each update computes in float32.
+    """Return `rule` with `moments` in 8 bits between updates; each update computes in float32.
 
     `moments` has the names of fields in the rule's state.
 
@@ -180,7 +180,7 @@ def _from_blocks(
 
 @functools.cache
 def _thresholds(is_signed: bool) -> Float32[np.ndarray, "codes=255"]:
-    """Return the smallest share of the scale that has code k + 1, for each k.
+    """Return float32 [255]: the smallest share of the scale that has code k + 1, for each k.
 
     bitsandbytes rounds a share to a grid, i = floor((share + 1) · 32767.5 + 0.5), and stores the
     code closest to i / 32767.5 - 1, all in float32. Comparisons with these thresholds give equal

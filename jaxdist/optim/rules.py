@@ -24,7 +24,7 @@ from jaxdist.optim.muon import scale_by_muon
 def make_optimizer(
     config: OptimConfig, axes: Params, shardings: Params | None = None
 ) -> optax.GradientTransformation:
-    """Make the update direction, including weight decay, without the learning rate.
+    """Make the rule of the update direction, including weight decay, without the learning rate.
 
     `axes` is the model's tree of `Dims`. `shardings` are those of the moments; Muon uses them to
     divide its work over devices. None = one device.
@@ -134,7 +134,7 @@ def _stored(
 
 
 def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Replace each `MaskedNode` of a rule's state by a scalar 0, so that every leaf is an array."""
+    """Return a rule with a scalar 0 in place of each `MaskedNode` of the state of `inner`."""
 
     def is_hole(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)

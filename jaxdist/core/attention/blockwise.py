@@ -205,7 +205,7 @@ def backward(
     numbers = jnp.arange(q.shape[0])
 
     def of_key_block(dq: Array, other: Any) -> tuple[Array, tuple[Array, Array]]:
-        """Add to dq [blocks, batch, kv_heads, group, block, ...]; return dk and dv of the block."""
+        """Return dq [blocks, batch, kv_heads, group, block, ...] plus this block's; its dk, dv."""
         k, v, k_span, seen = other
 
         def add(total: _Grads, mine: Any) -> tuple[_Grads, None]:

@@ -39,7 +39,7 @@ Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
 
 class ExchangePlan(NamedTuple):
-    """The exchange of keys and values between devices of the context axis.
+    """The chosen exchange of keys and values between devices of the context axis, with the reason.
 
     Attributes:
         inner: number of neighbors that split heads during attention (all-to-all); 1 = none.

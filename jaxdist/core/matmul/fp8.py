@@ -75,7 +75,7 @@ def largest_of(
 def narrow(
     x: Float[Array, "*dims"], scale: Float32[Array, "*#dims"], dtype: Any
 ) -> Float[Array, "*dims"]:
-    """Divide by the scale and round to the nearest even number of the 8-bit `dtype`."""
+    """Return x / scale in the 8-bit `dtype`, rounded to nearest, ties to even."""
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
 
 
@@ -104,7 +104,7 @@ class RoundedWeight:
         return self.values
 
     def __getitem__(self, index: Any) -> Any:
-        """Return itself, because Flax reads a parameter's value as `param[...]`."""
+        """Return itself for `[...]`, by which Flax reads a parameter, else a part of the values."""
         return self if index is ... else self.values[index]
 
 
@@ -113,7 +113,7 @@ def make_dot(
 ) -> Any:
     """Make a `Context.dot` in fp8: product [*dims], see `matmul.make_dot`.
 
-    Weights may be `RoundedWeight`s of `fp8_weights.gather`. Other weights are rounded here.
+    Weights may be `RoundedWeight`s, the results of `gather`. Other weights are rounded here.
     """
 
     def dot(dims: str, x: Array, w: Array | RoundedWeight, *, out_dtype: Any = None) -> Array:

@@ -123,7 +123,7 @@ def _sum_looped(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Ar
 def _for_blocks(
     body: Callable[[_Blocks, Array], Array], carry: Array, sizes: Array, num_rows: int, block: int
 ) -> Array:
-    """Call body(block, carry [*dims]) for the blocks that have rows, in the order of the rows."""
+    """Return the carry [*dims] after body(block, carry) for each block with rows, in row order."""
     blocks = _blocks_of(sizes, num_rows, block)
     count = jnp.sum(blocks.used > 0)
     take = lambda index: jax.tree.map(lambda a: a[index], blocks)

@@ -334,7 +334,7 @@ class GroupedTrain:
 
 
 def _empty(leaf: Any) -> Array:
-    """Return an array [0, ...] with the number of dims and the dtype of `leaf`."""
+    """Return an empty array [0, 0, ...] with the number of dims and the dtype of `leaf`."""
     return jnp.zeros((0,) * leaf.ndim, leaf.dtype)
 
 

@@ -103,7 +103,7 @@ def make_token_values(
     context: Context,
     values_of: Callable[..., dict[str, Array]],
 ) -> Callable[[Params, Batch], dict[str, Array]]:
-    """Make (params, batch) -> name -> values of each token [rows, seq, ...], sharded like it.
+    """Make (params, batch) -> name -> values of each token [rows, seq, ...], sharded as the batch.
 
     `values_of` maps (output of the head, this device's rows, context) to name -> [batch, seq, ...],
     equal over the `tensor` axis. There is no dropout.

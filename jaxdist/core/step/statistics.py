@@ -31,7 +31,7 @@ MOMENTUM = 0.1
 
 
 def pop_batch_stats(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
-    """Split batch statistics [...] from `sums`; return their mean over microbatches, or {}."""
+    """Return sums without batch statistics, and these [...] as means over microbatches, or {}."""
     rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
     batch_stats: Any = sums.get(BATCH_STATISTICS, {})
     return rest, jax.tree.map(lambda x: x / num_microbatches, batch_stats)

@@ -245,7 +245,7 @@ def _make_train(
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
-            """Repeat the update, but read `state.<name>` only after `written` is computed."""
+            """Return the update again; it reads `state.<name>` only after `written` is computed."""
             ready = ready_token(x for x in jax.tree.leaves(written) if x.size)
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
@@ -314,7 +314,7 @@ def make_update(
 def move_copies(
     copies: Mapping[str, Params], params: Params, decays: Mapping[str, float]
 ) -> dict[str, Params]:
-    """Return `decay` × copy + (1 − `decay`) × params, float32 [...], of each group that moves."""
+    """Return each group as `decay` × copy + (1 − `decay`) × params, float32 [...]; 1: unchanged."""
 
     def moved(copy: Params, decay: float) -> Params:
         move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)

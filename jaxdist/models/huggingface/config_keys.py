@@ -267,7 +267,7 @@ def local_rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def full_every(hf: Mapping[str, Any], family: str) -> int:
-    """Return the interval of layers without a window; 0 if `layer_types` have none."""
+    """Return the interval of layers without a window; 0 if `layer_types` have no such interval."""
     usual = next(
         (hf[n] for n in ("sliding_window_pattern", "_sliding_window_pattern") if hf.get(n)),
         GEMMAS[family],

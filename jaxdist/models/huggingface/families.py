@@ -110,7 +110,7 @@ _LABELED = "ForSequenceClassification"
 
 
 def _num_labels(hf: Mapping[str, Any]) -> int:
-    """Return the labels of a classifier, 0 for other models; 2 is the default of transformers."""
+    """Return a classifier's number of labels, by default 2 as in transformers; 0 for others."""
     if not any(str(name).endswith(_LABELED) for name in hf.get("architectures") or ()):
         return 0
     return len(hf.get("id2label") or ()) or hf.get("num_labels") or 2

@@ -113,7 +113,7 @@ def _assembled(
     dtype: np.dtype,
     devices: list[Any],
 ) -> list[Array]:
-    """Write a large shard [lengths of `bounds`] to each of `devices`, block by block."""
+    """Return a large shard [lengths of `bounds`] on each of `devices`, written block by block."""
     shape = tuple(stop - start for start, stop in bounds)
     shards = [_zeros(shape, dtype, device) for device in devices]
     for block, values in _blocks(weights, parts, bounds, dtype):

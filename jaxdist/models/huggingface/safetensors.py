@@ -190,7 +190,7 @@ class StoredTensor:
 
 
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Open every tensor of a model directory, from the files that transformers would load.
+    """Return name -> tensor of a model directory, from the files that transformers would load.
 
     These are `model.safetensors`, else the files in the index, else the single safetensors file.
     """

@@ -83,7 +83,7 @@ def _run(stage: Stage, layer: Callable[..., tuple[Array, Sums]]) -> Sums:
         return x, tensor.add_layers(sums)
 
     def forward(now: Instruction, state: State) -> tuple[Array, State]:
-        """Run a virtual stage; return its output [microbatch, seq_shard, d_model]."""
+        """Return a virtual stage's output [microbatch, seq_shard, d_model], and the new state."""
         x = stage.input(now, take(state.activations, now.activation))
         y, sums = run_layers(x, now)
         total = add_sums(state.sums, if_active(now, sums))

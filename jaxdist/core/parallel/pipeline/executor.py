@@ -87,7 +87,7 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
             (kind,) = loop.kinds
 
             def single(state: State, tick: Array, kind: Kind = kind) -> tuple[State, None]:
-                """Run one tick, int32 [1], and its exchange."""
+                """Run one tick, int32 [1], and its exchange; return the new state."""
                 return _deliver(kind, *act(kind, tick[0], state)), None
 
             state, _ = loop_over(ticks, single, state)

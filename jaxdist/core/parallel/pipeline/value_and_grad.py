@@ -166,7 +166,7 @@ class _Training:
         )
 
     def _backward(self, now: Instruction, state: State) -> tuple[Array, State]:
-        """Compute dx [rows, seq_shard, d_model] from dy or the loss; add weight gradients."""
+        """Return dx [rows, seq_shard, d_model] from dy or the loss; add gradients to state."""
         stage, outer = self.stage, state.gradients["outer"]
         dy, outer, sums = lax.cond(
             stage.is_last(now),
@@ -204,7 +204,7 @@ class _Training:
 
     @jax.named_scope("pipeline_embed_gradient")
     def _add_embedding_gradient(self, now: Instruction, dx: Array, total: Params) -> Params:
-        """Add the gradients of the outer parameters from dx [rows, seq_shard, d_model]."""
+        """Return `total` plus gradients of outer parameters from dx [rows, seq_shard, d_model]."""
         _, pull = jax.vjp(lambda outer: self.stage.embed(outer, now), self.stage.trained_outer)
         return _add(total, pull(dx)[0])
 
