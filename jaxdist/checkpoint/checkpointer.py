@@ -311,7 +311,7 @@ class Checkpointer:
         return merged(loaded, rest[model])
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the JSON that was saved with a checkpoint."""
+        """Return the JSON that was passed to `save` as `meta`."""
         return self._reader.document(step)["meta"]
 
     def weights_kind(self, step: int, weights: pytree.Weights) -> str:

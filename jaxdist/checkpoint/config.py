@@ -31,7 +31,7 @@ class CheckpointConfig:
     keep_best: str = setting(
         "none",
         "METRIC:N = also keep the N checkpoints with the best evaluation metric, e.g. loss:3 "
-        "(the lowest) or accuracy:1 (the highest)",
+        "(the lowest) or accuracy:1 (the highest); none = no such checkpoints",
     )
     async_save: bool = setting(
         True,

@@ -116,7 +116,7 @@ class Exports:
             return
         seconds = time.perf_counter() - begin
         self._events.event("export", step=step, seconds=seconds)
-        self._events.log(f"step {step} {printed.strip()} ({seconds:.1f} s)")
+        self._events.log(f"export of step {step} took {seconds:.1f} s: {printed.strip()}")
 
     def _failed(self, step: int, reason: str) -> None:
         self._events.event("export_failed", step=step, reason=reason)

@@ -82,7 +82,7 @@ class MomentFiles:
 
     @classmethod
     def of(cls, groups: Groups, directory: str) -> MomentFiles:
-        """Return the files of the groups of a train step, whose layers are those of the model."""
+        """Return the files of the moments of a train step, one per group of parameters."""
         leaves = [x for x in pytree.leaves_of(groups.state) if x.item == "opt_state"]
         parts = [
             [MomentPart(leaves[i], group.slices(leaves[i].value)) for i in groups.leaves(group)]
@@ -140,7 +140,7 @@ class MomentFiles:
             raise CorruptCheckpoint(f"wrong checksum of {wrong[0]} in {stored.checkpoint}")
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return the moments [part] of a group after `step` steps; raises `DamagedMoments`."""
+        """Return a group's moments, each [part], after `step` steps; raises `DamagedMoments`."""
         return _read(self._file(group), self.groups[group], step)
 
     def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
@@ -188,7 +188,7 @@ class MomentFiles:
 
 
 class Snapshot:
-    """Optimizer moments of one step, while later steps replace the files."""
+    """Links to the moment files of one step; they stay while later steps replace the files."""
 
     def __init__(self, moments: MomentFiles, files: Sequence[Path], step: int):
         self._moments, self._files, self._step = moments, files, step

@@ -189,7 +189,7 @@ def weights_item(weights: Weights, names: Collection[str]) -> str:
 
 
 def stored_copies(names: Collection[str]) -> list[str]:
-    """Return the groups of parameters, e.g. "ema", that arrays of these names have copies of."""
+    """Return the groups besides the model's, e.g. "ema", whose arrays are among `names`."""
     return [
         name
         for name, group in GROUPS.items()

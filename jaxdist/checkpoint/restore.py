@@ -42,7 +42,7 @@ class Reader:
     _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # found in load
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints in the directory, intact or not, in order."""
+        """Return the steps of all checkpoints, in order: corrupt ones too, superseded ones not."""
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:

@@ -399,7 +399,7 @@ def _prompt_thread_switches() -> Iterator[None]:
 
 
 class Saved(NamedTuple):
-    """Facts of a checkpoint that retention uses."""
+    """Evaluation metrics of a checkpoint, and whether it is halfway between two saves."""
 
     metrics: Mapping[str, float] = {}
     halfway: bool = False

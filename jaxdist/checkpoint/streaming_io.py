@@ -38,7 +38,7 @@ class StoredArrays:
         self._open: tuple[str, Any] | None = None
 
     def num_bytes(self, name: str) -> int:
-        """Return the stored size of an array."""
+        """Return the stored size of an array in bytes."""
         entry = self.entries[name]
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 

@@ -52,7 +52,7 @@ def read_run(
     base: RunConfig | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Read the settings of a run from `--config FILE.toml` and flags; see `read_settings`.
+    """Return the settings of a run from `--config FILE.toml` and flags; see `read_settings`.
 
     Flags select the defaults: `--resume PATH` and `--replay PATH:STEP` use the settings of that
     run. `--init-from` uses the sizes and the tokenizer of a Hugging Face model. `--debug` uses a
@@ -188,7 +188,7 @@ def _base_of(values: InputValues) -> RunConfig | None:
 
 
 def _with_tokens(run: RunConfig, values: InputValues) -> RunConfig:
-    """Add the settings of the first token folder in the sources to the defaults of a run."""
+    """Return `run` with the settings of the first token folder in the sources of `values`."""
     try:
         sources = read_value(values.get("data.sources", []), list[str])
     except BadValueError:  # the reader reports it

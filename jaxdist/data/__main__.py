@@ -77,7 +77,7 @@ class PrepareConfig:
         ge=0,
     )
     bpe_mb: float = setting(
-        200.0, "megabytes of text to learn the BPE on, spread over the files", gt=0
+        200.0, "largest amount of text to learn the BPE on, in MB, spread over the files", gt=0
     )
     text_field: str = setting(
         "text", "field of a JSON line, or column of a Parquet file, that holds the text"

@@ -150,7 +150,7 @@ class BestFitPlan:
         return int(first), int(last) + (self.stop > self.start)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield first tokens, numbers of full rows and remainder lengths [n] of n documents."""
+        """Yield first tokens, counts of full rows, remainder lengths [n] of blocks of documents."""
         begin, end = self._documents
         for at in range(first, min(last, end), _BLOCK):
             ends = self.corpus.ends(max(at - 1, begin), min(at + _BLOCK, last, end)).astype(

@@ -169,7 +169,7 @@ class DataConfig:
 
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
-        """Step after which each mixture begins, its sources by index, and their weights.
+        """(Step after which it begins, indices of its sources, weights) for each mixture.
 
         Weights () = in proportion to size. [] if the mixture does not change.
         """
@@ -470,7 +470,7 @@ _stored_about = functools.lru_cache(_about)  # settings are read often, and each
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """Return the settings that made a token folder, and its vocabulary size; None if it is none."""
+    """Return the settings that made a token folder, and its vocabulary size; else None."""
     about = about_tokens(source)
     if about is None:
         return None

@@ -122,7 +122,7 @@ def is_text(path: DataFile, text_field: str) -> bool:
 
 
 def _decompressed(path: DataFile, raw: BinaryIO) -> Any:
-    """Return the file decompressed, without byte order mark; `raw.tell()` counts stored bytes."""
+    """Return the decompressed stream, without byte order mark; `raw.tell()` counts stored bytes."""
     kind = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(path.name).suffix)
     stream: Any = raw
     if kind is not None:

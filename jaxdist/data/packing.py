@@ -170,7 +170,7 @@ class Fitted:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
+        """Number of rows."""
         return self.plan.num_rows
 
     @property
@@ -231,11 +231,11 @@ class PiecePlan(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
+        """Number of rows."""
         return len(self.row_starts) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """Return first token and number of inputs of the pieces of a row."""
+        """Return (first token in the corpus, number of inputs) for each piece of a row."""
         pieces = slice(self.row_starts[row], self.row_starts[row + 1])
         starts, lengths = self.piece_starts[pieces], self.piece_lengths[pieces]
         return list(zip(starts.tolist(), lengths.tolist(), strict=True))

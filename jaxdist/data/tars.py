@@ -182,7 +182,7 @@ def _boundary(stream: BinaryIO, cut: int, end: int) -> int:
 
 
 def _is_header(block: bytes) -> bool:
-    """Return whether a block is a header; text is not, because it has no NUL bytes."""
+    """Return whether a block is a header of a member; text is none, as it has no NUL bytes."""
     try:
         return block[257:262] == b"ustar" and bool(tarfile.TarInfo.frombuf(block, "utf-8", ""))
     except tarfile.TarError:

@@ -25,7 +25,7 @@ _WAIT_S = 60.0  # for an answer on a busy machine; the child's own limits apply 
 
 
 class TemplateFailed(ValueError):
-    """An error of a template; `line` is the line of a syntax error, else 0."""
+    """Raised for an error of a template; `line` is the line of a syntax error, else 0."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)

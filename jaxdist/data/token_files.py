@@ -103,7 +103,7 @@ def select_token_files(files: Sequence[DataFile], source: str) -> list[Path]:
 
 
 def open_corpus(source: str, encoder: Encoder) -> Corpus:
-    """Open a source of text, tokens or records as a corpus; text is tokenized and cached."""
+    """Return a source of text, tokens or records as a corpus; text is tokenized and cached."""
     if is_token_folder(source):
         return Corpus(source)
     if arrow_files := saved_arrow_files(source):

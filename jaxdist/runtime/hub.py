@@ -63,7 +63,7 @@ def is_offline() -> bool:
 
 
 def with_commit(name: str, kind: Kind = "model") -> str:
-    """Return the hub name with the current commit of its revision (default: main)."""
+    """Return ORG/NAME@COMMIT, with the current commit of the name's revision (default: main)."""
     repo, _, revision = name.partition("@")
     if _COMMIT.fullmatch(revision):
         return name

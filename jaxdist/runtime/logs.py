@@ -55,7 +55,7 @@ class _File(_Stream, logging.FileHandler):
 
 
 class _AboveBar(logging.Handler):
-    """Prints lines above progress bars, without those that a bar shows."""
+    """Handler that prints records above progress bars, except those that a bar shows."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm

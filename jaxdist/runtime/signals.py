@@ -150,7 +150,7 @@ _SAVING = "\nCtrl-C: saving after this step; a second one ends immediately, unsa
 
 
 def _answer_interrupts(preemption: Preemption) -> None:
-    """Handle Ctrl-C in a thread: the main thread runs no Python while jax compiles or waits."""
+    """Start a thread that handles Ctrl-C: the main one runs no Python while jax compiles."""
     answered, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)

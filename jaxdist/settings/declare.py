@@ -12,7 +12,7 @@ _FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 2.0**128 * (1 - 2.0**-24)
 
 
 class ConfigError(ValueError):
-    """Raised for invalid settings or arguments; `problems` has one line for each.
+    """Raised for invalid settings or arguments; `problems` has one line for each error.
 
     Every line has the value, the allowed values and the fix. Commands print it and exit with 2.
     `heading` names the command or setting in a first line; "" = no first line.

@@ -272,7 +272,7 @@ class LocalTier:
         return self._part
 
     def _parts(self) -> list[tuple[bool, list[tuple[str, Peer]]]]:
-        """Return per process whether it writes its shards, and (shards, peer) of each copy."""
+        """Return per process if it writes its shards, and (shards, peer) of those it copies."""
         writers = copies.writers(self._domains, self._shards)
         parts: list[tuple[bool, list[Any]]] = [(p in writers, []) for p in range(len(self._peers))]
         takers = copies.receivers(self._domains, self._shards, self._config.neighbours)

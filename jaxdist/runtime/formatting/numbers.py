@@ -62,7 +62,7 @@ def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
 
 
 def relative_speed(seconds: float, other: float) -> str:
-    """Compare two times: "9 % slower"; from a factor of 2 on "10.6 times as fast"."""
+    """Compare `seconds` to `other`: "9 % slower"; from a factor of 2 on "10.6 times as fast"."""
     ratio = max(seconds, other) / min(seconds, other)
     if ratio < 2:
         return f"{percent(ratio - 1, 0)} {'faster' if seconds < other else 'slower'}"

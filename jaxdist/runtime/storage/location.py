@@ -81,7 +81,7 @@ class Location(os.PathLike[str]):
         return dataclasses.replace(self, path=os.path.abspath(self.path))
 
     def uri(self) -> str:
-        """Return the address for TensorStore."""
+        """Return the file:// URL of the path, for TensorStore."""
         return Path(self.path).absolute().as_uri()
 
     def entries(self) -> list[str]:
