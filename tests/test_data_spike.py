@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 from commands import environment, run_here
+from hub_server import hub_in_use
 from refusals import refused
 
 from jaxdist.data import __main__ as data
+from jaxdist.data.images import TEST_FILE, TRAIN_FILES
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.trained_run import open_run
 from jaxdist.tools.spike import main
@@ -47,7 +49,7 @@ def spike(tmp_path_factory):
 def listed(capsys, *argv) -> dict:
     capsys.readouterr()
     assert main(["run", *map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])  # others are logged
 
 
 def test_planted_garbage_is_first(spike, capsys):
@@ -98,6 +100,81 @@ def test_losses_are_equal_on_every_mesh(spike, capsys, mesh):
     for a, b in zip(one, many, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert (a["text"], a["tokens"]) == (b["text"], b["tokens"])
+
+
+NUM_ROWS, WRONG = 40, 18  # training rows, and the one with a wrong label
+
+
+def write_images() -> list[str]:
+    """Write images of the colors of their class."""
+    rng = np.random.default_rng(1)
+    colors = rng.integers(0, 256, (10, 3))
+    for number, name in enumerate([*TRAIN_FILES, TEST_FILE]):
+        labels = np.arange(8) % 4
+        pixels = np.clip(colors[labels, :, None] + rng.integers(-9, 9, (8, 3, 1024)), 0, 255)
+        labels[WRONG % 8] += 5 * (number == WRONG // 8)
+        records = np.concatenate([labels[:, None], pixels.reshape(8, -1)], 1)
+        records.astype(np.uint8).tofile(f"{name}.bin")
+    return [
+        "--model=cnn",
+        "--model.mlp_dim=16",
+        "--data.sources=.",
+        FLAGS[-7],
+        "--optim.peak_lr=0.002",
+    ]
+
+
+def write_labeled_texts() -> list[str]:
+    """Write texts of the letter of their class."""
+    letters = np.arange(NUM_ROWS) % 4
+    labels = np.where(np.arange(NUM_ROWS) == WRONG, (letters + 1) % 4, letters)
+    rows = [{"text": "abcd"[i] * 20, "label": int(n)} for i, n in zip(letters, labels, strict=True)]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ["--data.records=text_label", "--model.num_labels=4", "--data.eval_fraction=0"]
+    flags = ["--data.sources=train.jsonl", "--train.seq_len=32", FLAGS[-7], FLAGS[-6], *data]
+    return [*FLAGS[1:8], *flags]
+
+
+@pytest.mark.parametrize("write", [write_images, write_labeled_texts])
+def test_row_with_a_wrong_label_is_first(tmp_path, monkeypatch, capsys, write):
+    monkeypatch.chdir(tmp_path)
+    flags = [*write(), *FLAGS[-5:], "--train.global_batch_size=8", "--steps=30"]
+    assert run_here("train", *flags, "--run-dir=run") == 0
+    capsys.readouterr()
+    records = [r for r in read_records("run/metrics.jsonl") if r["kind"] == "train"]
+    losses = {r["step"]: r["loss"] for r in records}
+    step = max(range(26, 31), key=losses.get)  # of the last epoch
+    result = listed(capsys, step)
+    first, *others = result["rows"]
+    assert first["row_of_source"] == WRONG and first["label"] != first["predicted"]
+    assert all(row["label"] == row["predicted"] for row in others) and len(others) == 7
+    assert first["loss"] > 3 * others[0]["loss"]
+    assert result["mean_row_loss"] == pytest.approx(losses[step], rel=1e-5)
+    assert first["text"] == ("" if write is write_images else "c" * 20)
+    names = ("row", "source", "label", "predicted", "text")
+    listed_on_mesh = listed(capsys, step, "--mesh=dp=2,fsdp=2")["rows"]
+    for one, two in zip(result["rows"], listed_on_mesh, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert [two[name] for name in names] == [one[name] for name in names]
+    assert main(["run", str(step), "--top=1"]) == 0
+    words = capsys.readouterr().out.splitlines()[-1].split()
+    assert words[4:7] == [str(WRONG), str(first["label"]), str(first["predicted"])]
+
+
+def test_rows_of_a_stream_name_their_file(tmp_path, monkeypatch, capsys):
+    with hub_in_use(tmp_path, monkeypatch) as hub:
+        Path("set").mkdir()
+        for number in range(4):
+            text = "one line of a text\n" * 80
+            text = text[:500] + GARBAGE + text if number == 2 else text
+            Path(f"set/train-{number}.jsonl").write_text(json.dumps({"text": text}))
+        hub.store("datasets", "org/set", Path("set"), "0" * 40)
+        stream = ["--data.sources=hf://org/set", "--data.streaming=true", "--data.eval_fraction=0"]
+        assert run_here("train", *FLAGS[1:], *stream, "--run-dir=run", "--steps=30") == 0
+        losses = [r["loss"] for r in read_records("run/metrics.jsonl") if r["kind"] == "train"]
+        first = listed(capsys, 16 + int(np.argmax(losses[15:])))["rows"][0]
+    assert first["source"] == f"hf://org/set@{'0' * 40}/train-2.jsonl"
+    assert first["row_of_source"] in (7, 8, 9, 10) and first["text"][:8] in GARBAGE
 
 
 def test_command_runs_as_typed(spike):

@@ -15,9 +15,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import settings_before
+from jaxdist.core.losses import label_cross_entropy
 from jaxdist.core.step.row_logps import make_row_values
 from jaxdist.core.types import Array, Batch, Context, TokenHead
 from jaxdist.data import Dataset, open_datasets
+from jaxdist.objectives.classification import real_rows
 from jaxdist.run.command_settings import DeviceSettings
 from jaxdist.run.data_checks import in_examples
 from jaxdist.run.metrics_log import encode
@@ -35,12 +37,12 @@ from jaxdist.settings import ConfigError, read_settings, setting
 
 SUMMARY = """\
 List the rows of the batch behind a loss or gradient spike: each row's own loss, its source and the
-part of its text with the highest loss.
+part of its text with the highest loss. For rows with a label: label and prediction.
 
     jaxdist data spike runs/NAME 1200      (also: python -m jaxdist.spike)
 
 The losses are those of the state before the step: of the nearest checkpoint at or before it, after
-repeating the steps in between. They have no dropout."""
+repeating the steps in between. They have no dropout, and batch norm uses its running averages."""
 
 _NUM_PARTS = 8
 """A row is divided into as many parts; the excerpt is of the one with the highest loss."""
@@ -84,11 +86,10 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
         settings.data, seq_len=settings.train.seq_len, seed=settings.seed,
         global_batch_size=settings.train.global_batch_size, num_labels=settings.num_labels,
     )  # fmt: skip
-    if not isinstance(opened, Dataset) or opened.kind != "text":
+    if not isinstance(opened, Dataset):
         raise ConfigError(
-            f"data.sources={settings.data.sources} of {directory.path} is "
-            f"{opened.kind if isinstance(opened, Dataset) else 'a stream'}: only rows of text by "
-            "number have losses of their own. Use python -m jaxdist.train --replay RUN:STEP."
+            f"data.sources={settings.data.sources} of {directory.path} is an IterDataset, whose "
+            "rows have no numbers. Use python -m jaxdist.train --replay RUN:STEP."
         )
     parts = with_teacher(run.parts_for(opened.fields), opened.fields)
     (data,) = with_reference(parts, in_examples(parts, opened))
@@ -97,7 +98,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
         batch = next(loader)
         history.check(config.step, loader.first_sample, loader.digest)
         numbers = np.array(loader.rows(loader.first_sample))
-    losses, weights = row_losses(parts, state.params, batch)
+    losses, weights, predicted = row_losses(parts, state.params, batch)
     recorded = history.recorded[config.step]
     return {
         "run": str(directory.path),
@@ -107,23 +108,23 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
         "loss": recorded.get("loss"),
         "grad_norm": recorded.get("grad_norm"),
         "mean_row_loss": float(losses.sum() / max(weights.sum(), 1e-9)),
-        "rows": _described(opened, numbers, losses, weights, config),
+        "rows": _described(opened, numbers, losses, weights, predicted, config),
     }
 
 
-def row_losses(parts: Parts, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return summed losses and weights, float64 [rows, _NUM_PARTS].
+def row_losses(
+    parts: Parts, params: Any, batch: Batch
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return summed losses and weights, float64 [rows, parts], and predicted classes [rows].
 
-    Each row is divided into _NUM_PARTS parts of equal length.
+    A row of text is divided into _NUM_PARTS parts of equal length, without predictions (None); a
+    row with a label has one part.
     """
 
-    def values_of(output: TokenHead, rows: Batch, context: Context) -> dict[str, Array]:
-        """Return sums of loss and weight, float32 [batch, _NUM_PARTS]."""
+    def values_of(output: Any, rows: Batch, context: Context) -> dict[str, Array]:
+        """Return sums of loss and weight, float32 [batch, parts]."""
         if not isinstance(output, TokenHead):
-            raise ConfigError(
-                f"{parts.model.name} has a head without a vocabulary: losses of single rows need "
-                "one. Use python -m jaxdist.train --replay RUN:STEP."
-            )
+            return _label_values(parts.model.name, output, rows, context)
         targets, weights = rows["targets"], rows["weights"]
         positions = context.position_ids(targets.shape[1])
         length = targets.shape[1] * context.sum(1, "seq")
@@ -134,12 +135,32 @@ def row_losses(parts: Parts, params: Any, batch: Batch) -> tuple[np.ndarray, np.
 
     compute = make_row_values(parts.model, parts.layout, parts.plan, parts.step.context, values_of)
     values = jax.jit(compute, out_shardings=parts.layout.sharding(P()))(params, batch)
-    numpy = lambda name: np.asarray(jax.device_get(values[name]), np.float64)
-    return numpy("row_loss"), numpy("row_weight")
+    host = {name: np.asarray(x, np.float64) for name, x in jax.device_get(values).items()}
+    return host["row_loss"], host["row_weight"], host.get("predicted")
+
+
+def _label_values(name: str, output: Any, rows: Batch, context: Context) -> dict[str, Array]:
+    """Return loss and weight, float32 [batch, 1], and the predicted class, float32 [batch]."""
+    labels = rows.get("labels")
+    if labels is None or not jnp.issubdtype(labels.dtype, jnp.integer) or output.ndim != 2:
+        raise ConfigError(
+            f"{name} has a head without a vocabulary or classes: losses of single rows need one. "
+            "Use python -m jaxdist.train --replay RUN:STEP."
+        )
+    weights = rows["weights"] if rows["weights"].ndim == 1 else real_rows(rows, context)
+    one = lambda *row: label_cross_entropy(*(x[None] for x in row))
+    sums = jax.vmap(one)(output, labels, weights)
+    values = {"row_loss": sums["loss"][:, None], "row_weight": sums["weight"][:, None]}
+    return {**values, "predicted": jnp.argmax(output, -1).astype(jnp.float32)}
 
 
 def _described(
-    data: Dataset, numbers: np.ndarray, losses: np.ndarray, weights: np.ndarray, config: SpikeConfig
+    data: Dataset,
+    numbers: np.ndarray,
+    losses: np.ndarray,
+    weights: np.ndarray,
+    predicted: np.ndarray | None,
+    config: SpikeConfig,
 ) -> list[dict[str, Any]]:
     """Return records of the `config.top` rows with the highest mean loss, highest first.
 
@@ -148,18 +169,23 @@ def _described(
     total, count = losses.sum(1), weights.sum(1)
     means = np.where(count > 0, total / np.maximum(count, 1e-9), -math.inf)  # last: no labels
     order = np.argsort(-np.nan_to_num(means, nan=math.inf), kind="stable")
-    part_of, offsets = data.part_of(numbers)
     records = []
     for row in order[: config.top or None].tolist():
         share = losses[row] / np.maximum(weights[row], 1e-9)
         worst = int(np.argmax(np.nan_to_num(share, nan=math.inf)))
-        tokens = data[int(numbers[row])]["tokens"]
-        start = worst * len(tokens) // _NUM_PARTS
+        fields = data[int(numbers[row])]
+        tokens = fields.get("tokens", np.zeros(0, np.int64))
+        start = worst * len(tokens) // losses.shape[1]
+        source, number = _origin(data, numbers[row])
+        classes = {}
+        if predicted is not None:
+            classes = {"label": int(fields["labels"]), "predicted": int(predicted[row])}
         records.append(
             {
                 "row": int(numbers[row]),
-                "source": data.names[part_of[row]] if data.names else "",
-                "row_of_source": int(offsets[row]),
+                "source": source,
+                "row_of_source": number,
+                **classes,
                 "loss": float(total[row] / count[row]) if count[row] else None,
                 "tokens": float(count[row]),
                 "share": float(total[row] / total.sum()),
@@ -167,6 +193,14 @@ def _described(
             }
         )
     return records
+
+
+def _origin(data: Dataset, row: int) -> tuple[str, int]:
+    """Return the source of a row, of a streamed one its file, and its number there."""
+    (part,), (number,) = data.part_of(np.array([row]))
+    if (stream := data.streams.get(part)) is not None:
+        return stream.origin(int(number))
+    return data.names[part] if data.names else "", int(number)
 
 
 def _text(data: Dataset, tokens: np.ndarray, width: int) -> str:
@@ -180,11 +214,13 @@ def _text(data: Dataset, tokens: np.ndarray, width: int) -> str:
 def _lines(result: dict[str, Any]) -> list[str]:
     number = lambda x: f"{x:.4f}" if isinstance(x, float) else "none"
     repeated = result["repeated_steps"]
-    rows = [("loss", "share", "source", "row", "text")]
+    classes = [name for name in ("label", "predicted") if name in result["rows"][0]]
+    texts = ["text"] * any(row["text"] for row in result["rows"])
+    rows = [("loss", "share", "source", "row", *classes, *texts)]
     rows += [
         (
-            number(row["loss"]), percent(row["share"]), row["source"],
-            str(row["row_of_source"]), repr(row["text"]),
+            number(row["loss"]), percent(row["share"]), row["source"], str(row["row_of_source"]),
+            *(str(row[name]) for name in classes), *(repr(row[name]) for name in texts),
         )
         for row in result["rows"]
     ]  # fmt: skip
@@ -195,7 +231,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{result['checkpoint']} and {repeated} repeated steps), without dropout: mean "
         f"{number(result['mean_row_loss'])}",
         "",
-        *columns(rows, left=5),
+        *columns(rows, left=len(rows[0])),
     ]
 
 

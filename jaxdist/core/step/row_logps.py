@@ -50,7 +50,7 @@ def make_row_values(
 
     def compute(params: Params, batch: Batch, *, adapters: bool = True) -> dict[str, Array]:
         """Return the values of a global batch, float32 [rows, ...] each."""
-        num_rows = batch["tokens"].shape[0]
+        num_rows = batch["weights"].shape[0]
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
             """Return each row's values in elements of their own, float32 [num_rows, ...]."""
