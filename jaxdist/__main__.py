@@ -27,7 +27,7 @@ COMMANDS = (
 )
 """Command names in the order of `jaxdist --help`."""
 
-SUBCOMMANDS = {"data spike": "spike"}
+SUBCOMMANDS = {"data spike": "spike", "plan batch": "fit_batch"}
 """Subcommands in a module of their own, because they import higher folders than the command."""
 
 
