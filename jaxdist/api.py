@@ -29,7 +29,7 @@ from jaxdist.runtime.storage import flush_appended
 from jaxdist.settings import ConfigError
 from jaxdist.train import run as run_training
 
-Callback: TypeAlias = Callable[[Record], bool | None]
+Callback: TypeAlias = Callable[[Record], bool | str | None]
 """Called with each train and eval record of metrics.jsonl; True ends the run after a save."""
 
 Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
@@ -43,6 +43,8 @@ def train(
     model: Model | Callable[..., Model] | Mapping[str, Any] | str | None = None,
     data: Any = None,
     objective: Objective | None = None,
+    optimizer: Any = None,
+    schedule: Callable[[Any], Any] | None = None,
     callbacks: Callback | Iterable[Callback] = (),
     progress: bool | None = None,
     **settings: Any,
@@ -58,7 +60,11 @@ def train(
             DatasetDict with "train", or a function that returns one of these), paths, or a table
             of settings.
         objective: (output of the model's head, batch, context) -> Sums, instead of cross-entropy;
-            see docs/parallelism.md. A resume needs it again.
+            see docs/parallelism.md. A resume needs it again, like optimizer and schedule.
+        optimizer: an optax optimizer with its learning rate, e.g. `optax.adam(1e-3)`, instead of
+            that of the settings; gradients are clipped before it by `optim.max_grad_norm`.
+        schedule: step -> learning rate, instead of that of the settings. It multiplies the updates
+            of `optimizer`, which then has a learning rate of 1.
         callbacks: each is called with each train and eval record, on every process.
         progress: show steps and evaluations in a bar; None = only on a terminal or in a notebook.
         settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
@@ -79,6 +85,10 @@ def train(
     if run_config.replay:
         raise ConfigError("replay does not train. Use python -m jaxdist.train --replay RUN:STEP.")
     _check_objective(objective)
+    is_rule = optimizer is None or callable(getattr(optimizer, "update", None))
+    check_type("optimizer", optimizer, is_rule, "an optax optimizer, e.g. optax.adam(1e-3)")
+    is_rate = schedule is None or callable(schedule)
+    check_type("schedule", schedule, is_rate, "a function step -> learning rate")
     is_many = isinstance(callbacks, Iterable) and not callable(callbacks)
     callbacks = list(callbacks) if is_many else [callbacks]  # type: ignore[arg-type, list-item]
     are_functions = all(map(callable, callbacks))
@@ -95,12 +105,16 @@ def train(
             callbacks.append(stack.enter_context(_bar(length)))
 
         def on_record(record: Record) -> None:
-            if True in [callback(record) for callback in callbacks]:
-                stop.request()
+            answers = [callback(record) for callback in callbacks]
+            reason = next((text for text in answers if isinstance(text, str)), "")
+            if reason or True in answers:
+                stop.request(reason)
 
         program = Program(
             model=make_model,
             objective=objective,
+            optimizer=optimizer,
+            schedule=schedule,
             rows=rows,
             on_start=started.append,
             on_record=on_record,

@@ -62,10 +62,10 @@ def run(
     from jaxdist.run.start_checks import check_operations
     from jaxdist.run.startup import (
         audited_meshes,
-        check_objective,
+        check_objects,
         fetch_weights,
-        name_of,
         open_run_directory,
+        with_objects,
     )
     from jaxdist.run.task_evaluation import check_tasks
     from jaxdist.run.teacher import with_teacher
@@ -91,7 +91,8 @@ def run(
     parts = assemble(
         config, jax.devices(), needs_of, job.host_of, model=model, objective=program.objective
     )
-    check_objective(config, program.objective)
+    check_objects(config, program)
+    parts = with_objects(parts, program)
     check_tasks(parts)
     if parts.moments is not None:
         parts.moments.check()
@@ -123,7 +124,7 @@ def run(
     # 3. Open the run directory. The session changes no file in it before all checks have passed.
     directory = open_run_directory(config, job.process_id)
     directory.audited_mesh = audited_mesh
-    directory.objective = name_of(program.objective)
+    directory.objective = program.object_names
     program.on_start(directory)
     if job.num_processes > 1:
         log.info(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import grain
 import jax
 import numpy as np
+import optax
 import pytest
 from commands import ROOT
 from refusals import missing, refused
@@ -103,6 +104,8 @@ WRONG = [
     ("model", [3, ["cnn"]], lambda run, value: jaxdist.train(model=value)),
     ("callbacks", [3, [3], "x"], lambda run, value: jaxdist.train(callbacks=value)),
     ("progress", [3, "no"], lambda run, value: jaxdist.train(progress=value)),
+    ("optimizer", [3, "adam"], lambda run, value: jaxdist.train(optimizer=value)),
+    ("schedule", [3, "cosine"], lambda run, value: jaxdist.train(schedule=value)),
     ("1", [{1: 2}], lambda run, value: jaxdist.train(value)),
     ("model.1", [{1: 2}], lambda run, value: jaxdist.train(model=value)),
     ("path", [3, None, b"x"], lambda run, value: jaxdist.open(value)),
@@ -147,8 +150,65 @@ def test_failed_final_save_raises(monkeypatch, tmp_path):
 def test_run_stopped_by_callback_resumes_bit_identically(run, tmp_path):
     stopped = train(tmp_path / "run", steps=4, callbacks=[lambda record: record["step"] == 1])
     assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
+    assert stopped.summary["stop_reason"] == ""
     went_on = train(tmp_path / "run", steps=4)
     assert went_on.exit_reason == "finished" and went_on.losses == run.losses
+
+
+def test_reason_of_a_callback_is_in_the_summary(tmp_path):
+    callbacks = [lambda record: None, lambda record: record["step"] == 1 and "low enough"]
+    stopped = train(tmp_path / "run", steps=4, callbacks=callbacks)
+    assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
+    assert stopped.summary["stop_reason"] == "low enough"
+
+
+RATES = optax.linear_schedule(1e-2, 1e-3, 6)
+RULE = optax.chain(optax.scale_by_adam(b1=0.8, b2=0.9), optax.scale(-1))
+
+
+@pytest.mark.parametrize(
+    ("objects", "settings"),
+    [
+        ({"optimizer": optax.sgd(0.1)}, {"optimizer": "sgd", "momentum": 0, "peak_lr": 0.1}),
+        (
+            {"optimizer": optax.adam(1e-2, b1=0.8, b2=0.9)},
+            {"optimizer": "adamw", "beta1": 0.8, "beta2": 0.9, "peak_lr": 1e-2},
+        ),
+        (
+            {"optimizer": RULE, "schedule": RATES},
+            {"beta1": 0.8, "beta2": 0.9, "schedule": "linear", "peak_lr": 1e-2},
+        ),
+        ({"schedule": RATES}, {"schedule": "linear", "peak_lr": 1e-2}),
+    ],
+    ids=["sgd", "adam", "both", "schedule"],
+)
+def test_objects_of_optax_train_like_the_settings(tmp_path, objects, settings):
+    rule = {"warmup_steps": 0, "weight_decay": 0, "schedule": "constant"} | settings
+    rule |= {"decay_steps": 6, "min_lr_ratio": 0.1} if rule["schedule"] == "linear" else {}
+    base = {name: value for name, value in TINY.items() if not name.startswith("optim.")}
+    start = lambda name, mesh, optim, **more: jaxdist.train(
+        base, run_dir=tmp_path / name, mesh=mesh, steps=6, optim=optim, progress=False, **more
+    )
+    expected = start("settings", "dp=8", rule)
+    used = rule if "optimizer" not in objects else {"max_grad_norm": 1.0}
+    for mesh in ("dp=8", "dp=2,fsdp=2,tp=2"):
+        own = start(mesh, mesh, used, **objects)
+        np.testing.assert_allclose(own.losses, expected.losses, rtol=2e-5)
+        rates = [r["learning_rate"] for r in own.metrics]
+        same = [r["learning_rate"] for r in expected.metrics] if "schedule" in objects else [1] * 6
+        np.testing.assert_allclose(rates, same, rtol=1e-6)
+
+
+def test_run_with_an_optimizer_resumes_with_it_only(tmp_path):
+    rule = {"optimizer": optax.sgd(0.1, momentum=0.9)}
+    undisturbed = train(tmp_path / "one", steps=4, **rule)
+    train(tmp_path / "two", steps=4, callbacks=lambda record: record["step"] == 1, **rule)
+    with refused("optimizer", "optax", "--run-dir"):
+        train(tmp_path / "two", steps=4)
+    assert train(tmp_path / "two", steps=4, **rule).losses == undisturbed.losses
+    with refused("offload_optimizer", "of your own"):
+        offload = {"train": {**TINY["train"], "offload_optimizer": f"disk:{tmp_path}"}}
+        train(tmp_path / "three", steps=4, **offload, **rule)
 
 
 def test_failing_callback_closes_the_loader(monkeypatch, tmp_path):

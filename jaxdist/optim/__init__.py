@@ -12,6 +12,7 @@ from jaxdist.optim.groups import frozen_problems, group_problems, is_frozen, wit
 from jaxdist.optim.rules import (
     LrSchedule,
     decay_mask,
+    from_optax,
     hidden_matrices,
     make_lr_schedule,
     make_optimizer,

@@ -151,6 +151,17 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
 
 
+def from_optax(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the update direction of an optax optimizer, whose updates are added."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return directions like the gradients [...], and the state."""
+        updates, state = rule.update(grads, state, params)
+        return jax.tree.map(jnp.negative, updates), state
+
+    return optax.GradientTransformation(rule.init, update)
+
+
 LrSchedule = Callable[[Array], Array]
 
 WSD_DECAY_RATIO = 0.2

@@ -24,7 +24,7 @@ class RunDirectory:
     """The files of one run. Process 0 writes them, but each process writes its own logs and arrays.
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
-    deep audit of a custom model, else "". `objective`: name of the objective that a Python program
+    deep audit of a custom model, else "". `objective`: names of the objects that a Python program
     passed to this start, else "". `compiled`: mesh, device kind and remat policy of its program.
     """
 

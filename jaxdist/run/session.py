@@ -397,7 +397,8 @@ class Session:
         with waiting("saving before the end"):
             self.save({}, force=True)
         if self.preemption.requested:
-            return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [])
+            why = self.preemption.reason
+            return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [], stop_reason=why)
         resume = [f"{shell_python()} -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, resume)
 
@@ -423,7 +424,7 @@ class Session:
             commands.insert(0, f"{shell_python()} -m jaxdist.generate {run} {flags}".rstrip())
         return self._end(reason, runtime.EXIT_OK, commands)
 
-    def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
+    def _end(self, reason: ExitReason, code: int, next_commands: list[str], **fields: str) -> int:
         """Wait for the last save, write the summary; return `code`, or 1 if the save failed."""
         with self.watchdog.phase("save"), waiting("finishing the save"):
             committed = self.checkpointer.wait(exports=code == runtime.EXIT_OK)
@@ -437,6 +438,7 @@ class Session:
             reason if committed else ExitReason.CHECKPOINT_FAILURE,
             checkpoint=str(checkpoint) if committed else "",
             next_commands=next_commands if committed else [],
+            **fields,
         )
         return code if committed else runtime.EXIT_FAILURE
 

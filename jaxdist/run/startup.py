@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,16 +22,17 @@ from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, needs_step_sums
-from jaxdist.core.types import Objective
+from jaxdist.core.types import Array
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.models.weights import num_params
-from jaxdist.optim import make_lr_schedule
+from jaxdist.optim import from_optax, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import read_outline
 from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.program import Program
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts, assemble
@@ -68,22 +70,39 @@ def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
     return RunDirectory(path, is_writer=False, resumed=True).starts()
 
 
-def name_of(objective: Objective | None) -> str:
-    """Return module:name of an objective or of its class; "" for None."""
-    named: Any = objective if hasattr(objective, "__qualname__") else type(objective)
-    return "" if objective is None else f"{named.__module__}:{named.__qualname__}"
-
-
-def check_objective(config: RunConfig, objective: Objective | None) -> None:
-    """Reject a resume whose objective differs from the objective of the run."""
+def check_objects(config: RunConfig, program: Program) -> None:
+    """Reject a resume whose objective, optimizer or schedule is another object than the run's."""
     starts = _earlier_starts(config) if config.resume != "never" else []
-    before, now = (starts[0].get("objective", "") if starts else None), name_of(objective)
+    before, now = (starts[0].get("objective", "") if starts else None), program.object_names
     if before not in (None, now):
-        fix = f"Pass it to jaxdist.train(objective=...): {before}." if before else "Omit it."
+        fix = f"Pass to jaxdist.train(objective=..., optimizer=...): {before}."
         raise ConfigError(
-            f"the run was trained with {before or 'the objective of its model'}, and this start "
-            f"has {now or 'none'}. {fix} A new --run-dir starts another run."
+            f"the run was trained with {before or 'objective and optimizer of its settings'}, and "
+            f"this start has {now or 'none'}. {fix if before else 'Omit it.'} A new --run-dir "
+            "starts another run."
         )
+
+
+def with_objects(parts: Parts, program: Program) -> Parts:
+    """Return the parts with optimizer and schedule of a Python program."""
+    rule, schedule = program.optimizer, program.schedule
+    if rule is not None and parts.config.train.offload == "disk":
+        raise ConfigError(
+            f"train.offload_optimizer={parts.config.train.offload_optimizer} with an optimizer of "
+            "your own: it must be known to update each layer alone. Set it to none or host."
+        )
+    if rule is not None:
+        parts = dataclasses.replace(parts, optimizer=from_optax(rule))
+        schedule = schedule or (lambda step: 1.0)
+    if schedule is None:
+        return parts
+
+    def rate(step: Array) -> Array:
+        """Return the learning rate of a step, float32 []; `step` is int32 []."""
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.asarray(schedule(step), jnp.float32)
+
+    return dataclasses.replace(parts, schedule=rate)
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:

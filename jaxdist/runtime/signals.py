@@ -39,11 +39,12 @@ class Preemption:
 
     Attributes:
         requested: whether `request` was called.
+        reason: of that request, for the summary.
         on_abort: called by a second Ctrl-C before it ends the process.
     """
 
     def __init__(self, *, in_program: bool = False) -> None:
-        self.requested = False
+        self.requested, self.reason = False, ""
         self.on_abort: Callable[[], None] = lambda: None
         self._noticed = False
         self._calls = 0  # calls of the stop service, the same in all processes
@@ -73,9 +74,9 @@ class Preemption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def request(self) -> None:
+    def request(self, reason: str = "") -> None:
         """Request a save and an exit with code 0, for a callback."""
-        self.requested = True
+        self.requested, self.reason = True, reason
         self.notice()
 
     def notice(self) -> None:
