@@ -173,7 +173,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         return dq, jnp.stack([dk, dv])
 
     def step(carry: tuple[Array, Array | None, _Chunk], hop: Any) -> tuple[Any, None]:
-        """Add to dq [batch, queries, ...] and grads [2, batch, keys, ...]; send grads and keys."""
+        """Return the carry after a hop: dq and grads [2, batch, keys, ...] increased, keys sent."""
         dq, grads, chunk = carry
         arriving = None if _is_number(hop, last) else ring.send(chunk)
         parts: list[tuple[Array, Array]] = []

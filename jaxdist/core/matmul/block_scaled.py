@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
 
 
 def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
-    """Round blocks of 32 elements to E4M3 with one scale each; `summed` is padded with zeros.
+    """Return x in E4M3, with a scale for each block of 32 elements; `summed` is padded with zeros.
 
     Divided by its scale, the largest magnitude of a block is in (224, 448]. A block with a NaN or
     Inf becomes NaN.
@@ -80,7 +80,7 @@ def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
 
 
 def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""]) -> Blocks:
-    """Round blocks of 16 elements to E2M1 with one scale each, and `scale` for the array.
+    """Return x in E2M1, with a scale for each block of 16 elements, and `scale` for the array.
 
     Compute `scale` with `scale_of_nvfp4`. `summed` is padded with zeros. A block becomes zeros if
     its scale would be below E4M3's smallest number.

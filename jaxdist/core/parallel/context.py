@@ -38,7 +38,7 @@ def device_order(seq_len: int, size: int) -> np.ndarray:
 
 
 def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
-    """Shard complete rows of the host, leaves [rows, seq, ...], over the devices for the step.
+    """Return complete rows of the host, leaves [rows, seq, ...], sharded over devices for the step.
 
     The batch is in sequence order and is identical on every process.
     """

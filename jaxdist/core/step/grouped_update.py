@@ -112,7 +112,7 @@ class Decision(NamedTuple):
 def plan_groups(
     model: Model, optimizer: optax.GradientTransformation, layout: Layout, **kept: Any
 ) -> Groups:
-    """Divide the trained parameters into groups of about `GROUP_BYTES` of moments.
+    """Return the trained parameters in groups of about `GROUP_BYTES` of moments.
 
     `kept` are the options of `abstract_state`.
     """
@@ -345,7 +345,7 @@ class _Lowered(NamedTuple):
     groups: Callable[[], list[Any]]
 
     def compile(self, **options: Any) -> Any:
-        """Compile all programs; with compiler options, only that of gradients."""
+        """Compile all programs, or with options only that of gradients; return the latter."""
         for program in () if options else self.groups():
             program.compile()
         return self.begin.compile(**options)

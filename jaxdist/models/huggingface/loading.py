@@ -39,7 +39,7 @@ def load_params(
     reinit: Collection[str] = (),
     store: Callable[[str, Array], Any] = lambda name, x: x,
 ) -> Params:
-    """Load the directory's weights as parameters of a model.
+    """Return a model's parameters from a directory's weights: a tree like `target`.
 
     Args:
         folder: path or URL of a Hugging Face model directory that every process can read.
@@ -87,7 +87,7 @@ def _shape(parts: list[Piece]) -> tuple[int, ...]:
 
 
 def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    """Load one array, with the shape [*dims] and dtype of `leaf`, shard by shard."""
+    """Return one array, with the shape [*dims] and dtype of `leaf`, loaded shard by shard."""
     assert leaf.sharding is not None  # a target has one, see `load_params`
     holders: dict[Bounds, list[Any]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
