@@ -104,6 +104,17 @@ VARIANTS = {
         experts_per_token=3,
         router={"norm_topk": False},
     ),
+    # Experts in every second layer but the second: two first layers, then a block of two.
+    "qwen3_moe_mixed": DecoderConfig(
+        **{**SIZES, "num_layers": 6},
+        num_kv_heads=2,
+        qk_norm="head",
+        norm_eps=1e-6,
+        num_experts=4,
+        experts_per_token=2,
+        dense_layers=[0, 1, 2, 4],
+        dense_mlp_dim=40,
+    ),
     "dots1": DecoderConfig(
         **SIZES,
         num_kv_heads=2,
@@ -112,7 +123,7 @@ VARIANTS = {
         num_experts=8,
         experts_per_token=3,
         shared_expert_dim=2 * SIZES["mlp_dim"],
-        first_dense_layers=1,
+        dense_layers=[0],
         dense_mlp_dim=40,
         router={
             "scores": "sigmoid",

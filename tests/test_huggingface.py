@@ -370,6 +370,14 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "dropout": (LLAMA, {"attention_dropout": "some"}, 'attention_dropout="some"'),
         "a list": ([1, 2], None, "is not an object but list"),
         "no family": ({"model_type": ["llama"]}, {}, "model_type=['llama']"),
+        "gpt-oss": ({"model_type": "gpt_oss"}, {}, "attention sinks, biases of experts"),
+        "DeepSeek-V3": ({"model_type": "deepseek_v3"}, {}, "latent attention"),
+        "layers of Qwen": (
+            write_config(VARIANTS["qwen3_moe"], "float32"), {"decoder_sparse_step": 9},
+            "names all layers"),
+        "a number of layers": (
+            write_config(VARIANTS["qwen3_moe"], "float32"), {"mlp_only_layers": 1},
+            "mlp_only_layers=1 is not a list"),
     }.values(),
 )  # fmt: skip
 def test_config_with_unsupported_computation_is_rejected(settings, changes, key):

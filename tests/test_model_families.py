@@ -37,6 +37,7 @@ EXPERT_KEYS = {
 
 
 def reference_of(name, config):
+    name = name.removesuffix("_mixed")
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
     common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
     if name.startswith("gpt2"):
@@ -68,7 +69,7 @@ def reference_of(name, config):
         if config.sliding_window:
             common["sliding_window"] = config.sliding_window
         if name.startswith("qwen3"):
-            common["head_dim"] = config.head_dim
+            common["head_dim"] = config.head_width
         if name.startswith("llama_"):
             common |= dict(attention_bias="out" in config.bias, mlp_bias="mlp" in config.bias)
         if config.num_experts:
@@ -82,7 +83,7 @@ def reference_of(name, config):
                 intermediate_size=config.dense_mlp_dim,
                 moe_intermediate_size=config.mlp_dim,
                 n_shared_experts=config.shared_expert_dim // config.mlp_dim,
-                first_k_dense_replace=config.first_dense_layers,
+                first_k_dense_replace=len(config.dense_layers),
                 n_group=router["groups"],
                 topk_group=router["groups_per_token"],
                 routed_scaling_factor=router["scale"],
@@ -95,6 +96,9 @@ def reference_of(name, config):
             common["norm_topk_prob"] = config.routing.norm_topk
         if name in ("qwen2_moe", "qwen3_moe"):
             common["moe_intermediate_size"] = config.mlp_dim
+        if name == "qwen3_moe" and config.dense_layers:
+            common |= dict(intermediate_size=config.dense_mlp_dim, decoder_sparse_step=2)
+            common["mlp_only_layers"] = [1]
         if name.startswith("gemma"):
             common |= gemma_keys(name, config)
         kinds = {

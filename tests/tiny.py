@@ -94,8 +94,15 @@ CONFIGS = {
 CONFIGS["experts_batch"] = dataclasses.replace(
     CONFIGS["experts"], router={"balance_loss": 0.1, "z_loss": 0.01, "balance_scope": "batch"}
 )
+CONFIGS["experts_capacity"] = dataclasses.replace(
+    CONFIGS["experts"], router={"balance_loss": 0.1, "z_loss": 0.01, "capacity_factor": 0.8}
+)
 CONFIGS["experts_mixed"] = dataclasses.replace(
-    CONFIGS["experts"], num_layers=3, first_dense_layers=1, dense_mlp_dim=48
+    CONFIGS["experts"], num_layers=3, dense_layers=[0], dense_mlp_dim=48
+)
+# Two blocks of a layer without and two with experts.
+CONFIGS["experts_blocks"] = dataclasses.replace(
+    CONFIGS["experts_batch"], num_layers=6, dense_layers=[0, 3], dense_mlp_dim=48
 )
 # DeepSeek-V3's router.
 CONFIGS["experts_bias"] = dataclasses.replace(
@@ -231,7 +238,11 @@ def train_by_hand(
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
     model = dataclasses.replace(model, objective=objective or mean_cross_entropy)
-    context = Context(attend=make_attend(AttentionPlan("cpu")), experts=every_expert)
+    context = Context(
+        attend=make_attend(AttentionPlan("cpu")),
+        experts=every_expert,
+        dropout_key=jax.random.key(0),  # training; no model has dropout
+    )
     forward = ForwardPass(model, run_layers=run_layers)
 
     def mean_loss(params: Params) -> Any:

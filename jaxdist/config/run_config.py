@@ -140,6 +140,7 @@ class RunConfig:
         "model.width": Removed(16, "Leave it out: widths are those of the paper.", True),
         "model.channels": Removed([32, 64], "Use model.mlp_dim for another size.", True),
         "model.image_size": Removed(32, "Images are those of CIFAR-10: leave it out.", True),
+        "model.first_dense_layers": Removed(0, "Name their indices in model.dense_layers.", True),
         "model.norm_topk": Removed(True, "Use model.router.norm_topk.", True),
         "model.balance_loss": Removed(0.01, "Use model.router.balance_loss.", True),
         "model.router_z_loss": Removed(0.0, "Use model.router.z_loss.", True),
@@ -237,7 +238,7 @@ class RunConfig:
         workload = Workload(
             dims=source.dims,
             rules=source.rules,
-            settings=self.model.size_settings,
+            settings={**self.model.size_settings, **self.model.stack_settings},
             units=self.lora.block_units(self.model),
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,

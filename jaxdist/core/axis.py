@@ -65,7 +65,7 @@ class ActivationSizes:
         num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
             repeats it.
         reduces_again: recomputation includes attention's output, which is reduced over `tensor`.
-        experts_per_token: experts that process each token; 0 = the model has none.
+        experts_per_token: experts that process each token, in each of the `sparse_layers`.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values together, each [rows, seq, kv_heads, head_dim].
         segment_bytes: document ids of packed rows, int32 [rows, seq]; 0 if rows are not packed.
@@ -83,6 +83,7 @@ class ActivationSizes:
     reduces_again: bool
     sequence_parallel: bool
     experts_per_token: int = 0
+    sparse_layers: int = 0
     query_bytes: float = 0.0
     key_value_bytes: float = 0.0
     segment_bytes: float = 0.0

@@ -227,7 +227,8 @@ class Routing(NamedTuple):
     """The experts that a router chose for each token.
 
     Attributes:
-        experts: indices of the chosen experts, int32 [batch, seq, experts_per_token].
+        experts: indices of the chosen experts, int32 [batch, seq, experts_per_token]; the number
+            of experts = dropped.
         shares: factor of each expert's output, float32 [batch, seq, experts_per_token].
     """
 

@@ -155,9 +155,9 @@ class LoraConfig:
         allowed = ["attention", "mlp", *names]
         ranked = [text.partition("=")[0] for text in self.ranks]
         problems = []
-        if model.first_dense_layers:
+        if model.dense_layers:
             problems.append(
-                f"lora.rank={self.rank} with model.first_dense_layers={model.first_dense_layers}: "
+                f"lora.rank={self.rank} with model.dense_layers={model.dense_layers}: "
                 "adapters of these layers are not supported. Use lora.rank=0."
             )
         if model.num_experts and "mlp" in self.targets:

@@ -15,12 +15,13 @@ Each config has the facts that are needed before the model is built:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from jaxdist.core.types import AttentionCall
-from jaxdist.models.expert_settings import ExpertSettings
+from jaxdist.models.expert_settings import ExpertSettings, repeated_block
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
@@ -64,6 +65,11 @@ class _ModelDefaults:
     reads: ClassVar[str] = ""
     size_settings: ClassVar[Mapping[str, str]] = {}
     num_labels: int = 0
+
+    @property
+    def stack_settings(self) -> Mapping[str, str]:
+        """Additions to `size_settings` if layers differ."""
+        return {}
 
     @property
     def head_parts(self) -> list[str]:
@@ -239,7 +245,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     def dims(self) -> dict[str, int]:
         """Logical dim -> size."""
         return {
-            "layers": self.num_layers - self.first_dense_layers,
+            "layers": (self.num_layers - self.stack[0]) // len(self.stack[1]),
             "vocab": self.padded_vocab,
             "d_model": self.d_model,
             "heads": self.num_heads,
@@ -252,11 +258,28 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             **({"dense_mlp": self.dense_mlp_dim} if self.dense_mlp_dim else {}),
         }
 
+    @functools.cached_property
+    def stack(self) -> tuple[int, tuple[bool, ...]]:
+        """Number of layers before the stack, and whether each layer of its block has experts."""
+        return repeated_block([i not in self.dense_layers for i in range(self.num_layers)])
+
+    @property
+    def stack_settings(self) -> Mapping[str, str]:
+        """Additions to `size_settings` if layers differ."""
+        size = len(self.stack[1])
+        return {"layers": f"blocks of {size} layers"} if size > 1 else {}
+
+    def fewer_layers(self, num_blocks: int) -> dict[str, Any]:
+        """Return the settings of the first layers and at most this number of blocks."""
+        count = min(self.num_layers, self.stack[0] + num_blocks * len(self.stack[1]))
+        return {"num_layers": count, "dense_layers": [i for i in self.dense_layers if i < count]}
+
     @property
     def dense(self) -> DecoderConfig:
-        """The model with the MLP of its first layers in all layers."""
+        """The model with the MLP of its dense layers in all layers."""
         fields = dataclasses.fields(ExpertSettings)
-        none: dict[str, Any] = {f.name: f.default for f in fields} | {"router": {}}
+        none: dict[str, Any] = {f.name: f.default for f in fields}
+        none |= {"router": {}, "dense_layers": []}
         return dataclasses.replace(self, **none, mlp_dim=self.dense_mlp_dim or self.mlp_dim)
 
     @property
@@ -302,7 +325,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         is_wide = self.d_model > d_model
         return dataclasses.replace(
             self,
-            num_layers=min(self.num_layers, num_layers + self.first_dense_layers),
+            **self.fewer_layers(num_layers),
             d_model=d_model if is_wide else self.d_model,
             head_dim=_SMALL_WIDTH if is_wide else self.head_dim,
             mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple),

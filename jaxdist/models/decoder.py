@@ -35,7 +35,13 @@ from jaxdist.core.types import (
 from jaxdist.models import layers
 from jaxdist.models.adapted_weights import complete
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.experts import STEP_SUMS, Experts, bias_increments, routing_aux
+from jaxdist.models.experts import (
+    STEP_SUMS,
+    Experts,
+    bias_increments,
+    join_layers,
+    routing_aux,
+)
 from jaxdist.models.layers import (
     angles_of_layer,
     decoding_aux,
@@ -56,21 +62,23 @@ _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
 def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     """Return the `Model` of a decoder; `seq_len` is the training length, for FLOPs."""
     init_embed, embed_axes, bind_embed = layers.functional(lambda rngs: Embedding(config, rngs))
-    init_block, block_axes, bind_block = layers.functional(lambda rngs: Block(config, rngs))
-    num_stacked, num_dense = config.dims["layers"], config.first_dense_layers
-    dense = init_block, block_axes, bind_block
-    if num_dense:
-        dense = layers.functional(lambda rngs: Block(config.dense, rngs, "dense_mlp"))
-    init_dense, dense_axes, bind_dense = dense
+    num_dense, pattern = config.stack
+    make = {
+        True: lambda rngs: Block(config, rngs),
+        False: lambda rngs: Block(config.dense, rngs, "dense_mlp"),
+    }
+    kinds = {kind: layers.functional(make[kind]) for kind in {*pattern, num_dense == 0}}
+    init_block, block_axes, bind_block = join_layers([kinds[kind] for kind in pattern])
+    init_dense, dense_axes, bind_dense = kinds.get(False, kinds[True])
     init_head, head_axes, bind_head = layers.functional(lambda rngs: Head(config, rngs))
     stacked_axes = jax.tree.map(lambda dims: dims.renamed(("layers", *dims)), block_axes)
 
     def init(key: Array) -> Params:
-        """Return float32 parameters; stacked leaves are [num_layers, ...]."""
+        """Return float32 parameters; stacked leaves are [layers, ...]."""
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         return {
             "embed": init_embed(embed_key),
-            "layers": jax.vmap(init_block)(jax.random.split(layers_key, num_stacked)),
+            "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.dims["layers"])),
             "head": init_head(head_key),
         } | first_layers(lambda i: init_dense(jax.random.fold_in(layers_key, i)))
 
@@ -123,7 +131,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         block=block,
         head=head,
         objective=TextClassification() if config.num_labels else cross_entropy,
-        num_layers=num_stacked,
+        num_layers=config.dims["layers"],
         increments=partial(bias_increments, config) if has_bias else None,
         step_sums=STEP_SUMS if by_batch else (),
         sequence=config.sequence,
@@ -174,15 +182,17 @@ def _make_decoding(
             layer_context = dataclasses.replace(context, layer=index)
             return bind_block(layer_params).decode(x, layer_cache, aux, layer_context)
 
-        count, first = config.first_dense_layers, []
+        (count, pattern), first = config.stack, []
         for i in range(count):
             dense = bind_dense(params["first_layers"][str(i)])
             own = jax.tree.map(lambda c, i=i: c[i], cache)
             x, own = dense.decode(x, own, aux, dataclasses.replace(context, layer=i))
             first.append(jax.tree.map(lambda c: c[None], own))
-        rest = jax.tree.map(lambda c: c[count:], cache)
-        indices = jnp.arange(config.num_layers - count)
+        each = (len(pattern),) if len(pattern) > 1 else ()
+        rest = jax.tree.map(lambda c: c[count:].reshape(-1, *each, *c.shape[1:]), cache)
+        indices = jnp.arange(config.dims["layers"])
         x, rest = jax.lax.scan(layer, x, (params["layers"], rest, indices))
+        rest = jax.tree.map(lambda r, c: r.reshape(-1, *c.shape[1:]), rest, cache)
         cache = jax.tree.map(lambda *parts: jnp.concatenate(parts), *first, rest) if count else rest
         x = bind_head(params["head"]).norm(x)
         logits = context.dot(

@@ -29,6 +29,8 @@ class Router:
             of the tokens times the mean probability, which is 1 for equal loads; 0 = none.
         balance_scope: tokens of which the loss compares loads: of each row or the global batch.
         z_loss: factor of the squared log-partition function of the logits; 0 = none.
+        capacity_factor: in training, an expert accepts this times equal loads of each row's tokens
+            and drops later ones, whose output lacks this expert; 0 = none is dropped.
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -41,6 +43,7 @@ class Router:
     balance_loss: float = 0.01
     balance_scope: Literal["row", "batch"] = "row"
     z_loss: float = 0.0
+    capacity_factor: float = 0.0
 
 
 _CHOICES = {"scores": ("softmax", "sigmoid"), "balance_scope": ("row", "batch")}
@@ -65,11 +68,13 @@ class ExpertSettings:
     shared_expert_gate: bool = setting(
         False, "multiply the shared MLP's output by a sigmoid gate (Qwen 2 MoE)"
     )
-    first_dense_layers: int = setting(
-        0, "number of first layers with an MLP of dense_mlp_dim, not experts (DeepSeek-V3: 3)", ge=0
+    dense_layers: list[int] = setting(
+        [],
+        "indices of layers with an MLP of dense_mlp_dim, not experts (DeepSeek-V3: 0,1,2; "
+        "0,2,4,... for experts in every second layer)",
     )
     dense_mlp_dim: int = setting(
-        0, "hidden width of the MLP of the first_dense_layers; 0 without these", ge=0, le=2**24
+        0, "hidden width of the MLP of the dense_layers; 0 without these", ge=0, le=2**24
     )
     router: dict[str, Any] = setting(
         {},
@@ -77,7 +82,8 @@ class ExpertSettings:
         "token's scores by their sum (true), scale of the shares (1), groups of adjacent experts "
         "and groups_per_token (1), bias = add one per expert in the choice (false) with bias_rate "
         "(0.001), balance_loss (0.01), balance_scope (row, or batch = the global batch), z_loss "
-        "(0), e.g. {balance_loss = 0.001}; docs/parallelism.md describes them",
+        "(0), capacity_factor (0 = drop no token), e.g. {balance_loss = 0.001}; "
+        "docs/parallelism.md describes them",
     )
 
     @functools.cached_property
@@ -111,9 +117,9 @@ class ExpertSettings:
         self, bias: Sequence[str], num_layers: int, full_attention_every: int
     ) -> list[str]:
         """Return error messages for invalid MoE settings and combinations of them."""
-        dense, width = self.first_dense_layers, self.dense_mlp_dim
+        dense, width = self.dense_layers, self.dense_mlp_dim
         if dense and not self.num_experts:
-            return [f"model.first_dense_layers={dense} without model.num_experts. Set it."]
+            return [f"model.dense_layers={dense} without model.num_experts. Set it."]
         if not self.num_experts:
             return [
                 f"model.shared_expert_dim={self.shared_expert_dim} without model.num_experts. "
@@ -122,18 +128,23 @@ class ExpertSettings:
         problems = []
         if bool(dense) != bool(width):
             problems.append(
-                f"model.first_dense_layers={dense} with dense_mlp_dim={width}: the first layers "
-                "need a width, and only they have it. Set both."
+                f"model.dense_layers={dense} with dense_mlp_dim={width}: these layers need a "
+                "width, and only they have it. Set both."
             )
-        if dense >= num_layers:
+        if wrong := [i for i in dense if not 0 <= i < num_layers or dense.count(i) > 1]:
             problems.append(
-                f"model.first_dense_layers={dense} leaves no layer with experts of num_layers="
-                f"{num_layers}. Use {num_layers - 1} or less."
+                f"model.dense_layers has {', '.join(map(str, wrong))}: layers are 0 to "
+                f"{num_layers - 1}. Name each dense one once."
+            )
+        elif len(dense) == num_layers:
+            problems.append(
+                f"model.dense_layers names all layers of num_layers={num_layers}: none has the "
+                f"experts of model.num_experts={self.num_experts}. Set it to 0."
             )
         if dense and full_attention_every:
             problems.append(
-                f"model.full_attention_every={full_attention_every} with first_dense_layers="
-                f"{dense}: layers of both kinds are not supported. Set one of them to 0."
+                f"model.full_attention_every={full_attention_every} with model.dense_layers="
+                f"{dense}: layers of both kinds are not supported. Omit one of them."
             )
         if self.shared_expert_gate and not self.shared_expert_dim:
             problems.append(
@@ -191,3 +202,20 @@ class ExpertSettings:
                 f"experts_per_token={per_token}. Use {-(-per_token // size)}."
             )
         return problems
+
+
+def repeated_block(sparse: Sequence[bool]) -> tuple[int, tuple[bool, ...]]:
+    """Return a number of first dense layers, and the shortest block that repeats after them.
+
+    `sparse` has for each layer of the model, and the block for each of its layers, whether it has
+    experts.
+    """
+    count, dense = len(sparse), sparse.index(True) if True in sparse else 0
+    size, first = min(
+        (size, first)
+        for first in range(dense + 1)
+        for size in range(1, count - first + 1)
+        if (count - first) % size == 0
+        and all(sparse[i] == sparse[i + size] for i in range(first, count - size))
+    )
+    return first, tuple(sparse[first : first + size])

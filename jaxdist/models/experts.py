@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +13,17 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.types import LAYER_SUM, Array, Batch, Context, Params, Routing, Sums
+from jaxdist.core import collectives
+from jaxdist.core.types import (
+    LAYER_SUM,
+    Array,
+    Batch,
+    Context,
+    Params,
+    Routing,
+    Sums,
+    add_sums,
+)
 from jaxdist.core.weights import Parameter
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
@@ -20,26 +32,33 @@ STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
 """Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
 
 
+_FIRST_SITE = 3  # dropout sites of a layer have smaller numbers
 _NEAR = 1e-5  # gap of two scores of which rounding may choose the other
 _TINY = 1e-20  # added to sums of scores by which values are divided, as in transformers
 
 
 def bias_increments(config: DecoderConfig, sums: Sums) -> Params:
-    """Return the increments of `selection_bias`, [num_layers, experts], from the step's sums."""
+    """Return the increments of `selection_bias`, [layers, experts], from the step's sums."""
     counts = sums[STEP_SUMS[0]]
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
-    return {"layers": {"mlp": {"selection_bias": config.routing.bias_rate * sign}}}
+    block = config.stack[1]
+    increments = (config.routing.bias_rate * sign).reshape(-1, sum(block), config.num_experts)
+    sparse = [str(i) for i, has_experts in enumerate(block) if has_experts]
+    of = {n: {"mlp": {"selection_bias": increments[:, i]}} for i, n in enumerate(sparse)}
+    return {"layers": of if len(block) > 1 else of["0"]}
 
 
 class Experts(nnx.Module):
     """MLPs of which each token uses the `experts_per_token` with the highest scores.
 
     Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al.
-    2021, "Switch Transformers", section 2.2 (balance loss); Qiu et al. 2025, "Demons in the
-    Detail", section 3 (balance loss of the global batch); Zoph et al. 2022, "ST-MoE", section 3.2
-    (router z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid scores, groups, bias).
+    2021, "Switch Transformers", section 2.2 (capacity, balance loss); Qiu et al. 2025, "Demons in
+    the Detail", section 3 (balance loss of the global batch); Zoph et al. 2022, "ST-MoE", section
+    3.2 (router z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid scores, groups,
+    bias).
     Deviation: the balance loss is that of each row, averaged by the number of trained tokens, or of
-    the complete global batch. Neither depends on mesh or microbatches.
+    the complete global batch, and a capacity is that of each row. None depends on mesh or
+    microbatches.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -78,12 +97,36 @@ class Experts(nnx.Module):
         chosen = chosen[..., : config.experts_per_token]
         gap = best[..., config.experts_per_token - 1] - best[..., -1]
         is_near = (gap < _NEAR) & (config.experts_per_token < config.num_experts)
-        is_batch = "weights" in aux
-        sums = self._sums(logits, scores, chosen, is_near, aux, context) if is_batch else {}
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if config.routing.norm_topk:
             shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + _TINY)
-        return Routing(chosen.astype(jnp.int32), shares * config.routing.scale), sums
+        routing = Routing(chosen.astype(jnp.int32), shares * config.routing.scale)
+        flags = {"near_ties": is_near}
+        if config.routing.capacity_factor and context.training:
+            kept = self._kept(chosen, aux, context)
+            # No device has the expert after the last one.
+            experts = jnp.where(kept, routing.experts, config.num_experts)
+            routing = Routing(experts, jnp.where(kept, routing.shares, 0.0))
+            flags["dropped"] = 1 - jnp.mean(kept, axis=-1)
+        is_batch = "weights" in aux
+        return routing, self._sums(logits, scores, chosen, flags, aux, context) if is_batch else {}
+
+    def _kept(self, chosen: Array, aux: dict[str, Any], context: Context) -> Array:
+        """Return whether an expert accepts each choice, bool [batch, seq_shard, choices].
+
+        It accepts the first tokens of a row, up to `capacity_factor` times equal loads.
+        """
+        config, index, real = self.config, aux["index"], aux["real"][..., None] > 0
+        length = chosen.shape[1] * context.sum(1, "seq_shard")
+        own = jnp.where(real, chosen, config.num_experts).astype(jnp.float32)
+        shape = (chosen.shape[0], length, chosen.shape[2])
+        zeros = collectives.vary(jnp.zeros(shape), tuple(collectives.varying_axes(own)))
+        row = context.sum(zeros.at[:, index].set(own), "seq_shard").astype(jnp.int32)
+        is_chosen = jax.nn.one_hot(row, config.num_experts, dtype=jnp.int32).sum(-2)
+        before = (jnp.cumsum(is_chosen, axis=1) - is_chosen)[:, index]
+        mean = config.experts_per_token * length / config.num_experts
+        capacity = math.ceil(round(config.routing.capacity_factor * mean, 6))
+        return (jnp.take_along_axis(before, chosen, axis=-1) < capacity) & real
 
     def _preference(self, scores: Array) -> Array:
         """Return the values [batch, seq_shard, experts] of which the highest are chosen."""
@@ -113,16 +156,17 @@ class Experts(nnx.Module):
         logits: Array,
         scores: Array,
         chosen: Array,
-        is_near: Array,
+        flags: dict[str, Array],
         aux: Any,
         context: Context,
     ) -> Sums:
         """Return the router's losses and metrics; logits are [batch, seq_shard, experts].
 
-        `is_near` marks tokens [batch, seq_shard] whose last chosen expert nearly ties.
+        `flags` are other metrics of tokens, [batch, seq_shard] each: `near_ties`, if the last
+        chosen expert nearly ties, and `dropped`, the share of choices that experts reject.
         """
         config, count = self.config, self.config.num_experts
-        num_layers = config.dims["layers"]
+        num_layers = config.num_layers - len(config.dense_layers)
         probabilities = scores
         if config.routing.scores == "sigmoid":
             probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
@@ -150,7 +194,7 @@ class Experts(nnx.Module):
             "balance": balance,
             "router_entropy": jnp.sum(entropy * weights),
             "largest_load": jnp.sum(largest),
-            "near_ties": jnp.sum(is_near * weights),
+            **{name: jnp.sum(flag * weights) for name, flag in flags.items()},
         }
         mean_of_layers = lambda value: lax.stop_gradient(value) / num_layers
         own = (jnp.arange(num_layers) == context.layer).astype(jnp.float32)
@@ -171,10 +215,57 @@ class Experts(nnx.Module):
 def routing_aux(batch: Batch, context: Context) -> dict[str, Array]:
     """Return `weights` and `real` (0 = padding, else 1) of tokens, float32 [batch, seq_shard] each.
 
-    If the batch has them, also the totals of `STEP_SUMS`, float32 [num_layers, ...].
+    If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...].
     """
     weights = batch["weights"].astype(jnp.float32)
     real = (batch["segments"] > 0) if "segments" in batch else jnp.ones_like(weights, bool)
     totals = {name: batch[name][0] for name in STEP_SUMS if name in batch}
     real = real.astype(jnp.float32)
     return {"weights": context.split(weights), "real": context.split(real), **totals}
+
+
+def join_layers(kinds: Sequence[tuple[Any, Params, Any]]) -> tuple[Any, Params, Any]:
+    """Return (init, axes, bind) of the block of layers that repeats: of one layer, or `_Layers`."""
+    if len(kinds) == 1:
+        return kinds[0]
+    named = {str(i): kind for i, kind in enumerate(kinds)}
+
+    def init(key: Array) -> Params:
+        """Return the parameters of one block of layers, each [*dims]."""
+        return {n: kind[0](jax.random.fold_in(key, int(n))) for n, kind in named.items()}
+
+    bind = lambda params: _Layers([kind[2](params[n]) for n, kind in named.items()])
+    return init, {n: kind[1] for n, kind in named.items()}, bind
+
+
+class _Layers:
+    """Layers with and without experts that run as one block."""
+
+    def __init__(self, blocks: Sequence[Any]):
+        self.blocks = blocks
+
+    def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
+        """Map the residual stream [batch, seq_shard, d_model] to the same shape."""
+        sparse = [isinstance(block.mlp, Experts) for block in self.blocks]
+        total: Sums = {}
+        for i, block in enumerate(self.blocks):
+            key = context.dropout_key
+            own = dataclasses.replace(
+                context,
+                layer=context.layer * sum(sparse) + sum(sparse[:i]),  # among those with experts
+                dropout_key=None if key is None else jax.random.fold_in(key, _FIRST_SITE + i),
+            )
+            x, sums = block(x, aux, own)
+            total = add_sums(total, sums)
+        return x, total
+
+    def decode(
+        self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
+    ) -> tuple[Array, dict[str, Array]]:
+        """Run `decode` of each layer; cache leaves are [layers, batch, max_len, ...]."""
+        caches = []
+        for i, block in enumerate(self.blocks):
+            own = {name: leaf[i] for name, leaf in cache.items()}
+            x, own = block.decode(x, own, aux, context)
+            caches.append(own)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)

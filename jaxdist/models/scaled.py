@@ -31,7 +31,7 @@ def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConf
         model,
         vocab_size=vocab_size,
         d_model=_WIDTH,
-        num_layers=min(model.num_layers, _LAYERS),
+        **model.fewer_layers(max(1, _LAYERS // len(model.stack[1]))),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_multiple_of_8(attention_width / num_heads),

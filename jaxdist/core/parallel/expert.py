@@ -39,7 +39,7 @@ class _Exchange(NamedTuple):
     Attributes:
         order: assignments sorted by expert, int32 [assignments].
         device: destination, int32 [tokens, experts_per_token].
-        offset: index among the assignments with this destination, same shape.
+        offset: index among the assignments with this destination, same shape; -1 = dropped.
         counts: number of assignments to each device, int32 [devices].
         starts: index in `order` of the first one, int32 [devices].
         received: assignments that each device sends to each local expert, [devices, experts].
@@ -98,11 +98,12 @@ def _plan(chosen: Array, num_local: int) -> _Exchange:
     by_expert = experts.count(chosen, size * num_local).reshape(size, num_local)
     counts = jnp.sum(by_expert, 1)
     starts = jnp.cumsum(counts) - counts
-    device = flat // num_local
+    device = flat // num_local  # `size` if the assignment is dropped
+    offset = jnp.where(device < size, experts.inverse(order) - starts[device], -1)
     return _Exchange(
         order=order,
         device=device.reshape(chosen.shape),
-        offset=(experts.inverse(order) - starts[device]).reshape(chosen.shape),
+        offset=offset.reshape(chosen.shape),
         counts=counts,
         starts=starts,
         received=collectives.all_to_all(by_expert, EXPERT.name, 0, 0),
@@ -194,7 +195,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
     """Return the traffic of tokens to their experts and back, in every pass."""
     passes = sizes.num_forwards + 1 + sizes.recomputes
     num_bytes = FACTOR * sizes.experts_per_token * sizes.stream_bytes
-    times = 2 * passes * sizes.num_layers * sizes.num_microbatches
+    times = 2 * passes * sizes.sparse_layers * sizes.num_microbatches
     return [Traffic("all-to-all", "tokens for experts", num_bytes, times)]
 
 

@@ -49,6 +49,13 @@ _GEMMA = {
 }
 _DOTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _EXPERTS = {"num_experts": int, "num_local_experts": int, "num_experts_per_tok": int}
+_QWEN_EXPERTS = {
+    **_EXPERTS,
+    "moe_intermediate_size": int,
+    "norm_topk_prob": bool,
+    "decoder_sparse_step": int,
+    "mlp_only_layers": list,
+}
 _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "llama": _LLAMA_ONLY,
     "dots1": {
@@ -64,13 +71,8 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     },
     "mixtral": {name: int for name in _EXPERTS if name != "num_experts"},
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
-    "qwen2_moe": {
-        **_EXPERTS,
-        "moe_intermediate_size": int,
-        "shared_expert_intermediate_size": int,
-        "norm_topk_prob": bool,
-    },
-    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": int, "norm_topk_prob": bool},
+    "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": int},
+    "qwen3_moe": _QWEN_EXPERTS,
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }
@@ -108,11 +110,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     qwen2_moe=dict(
         _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=16, num_experts=60,
         num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
-        norm_topk_prob=False,
+        norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[],
     ),
     qwen3_moe=dict(
         _DEFAULTS, max_position_embeddings=32768, num_key_value_heads=4, num_local_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+        decoder_sparse_step=1, mlp_only_layers=[],
     ),
     phi3=dict(_DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5),
     olmo2=dict(_DEFAULTS, rms_norm_eps=1e-5),
@@ -139,6 +142,7 @@ _WORDS = {
     float: "a number above 0",
     dict: "an object",
     bool: "true or false",
+    list: "a list",
 }
 
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -163,8 +167,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
     "clip_qkv": (),
     "qkv_bias": (True,),
     "moe_layer_freq": (1,),

@@ -45,6 +45,21 @@ FAMILIES = (*_ARCHITECTURES, "phi3")
 """Supported `model_type`s. Phi-3 is exported as Llama, or as Mistral if it has a window."""
 
 
+_LATENT = "multi-head latent attention (MLA)"
+_DELTA = "layers with a gated delta net"
+_LLAMA4 = "chunked attention, layers without positions and experts whose inputs the router scales"
+_MISSING = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe": "rotary positions of a part of each head",
+    "gpt_oss": "attention sinks, biases of experts, a clamped SwiGLU and MXFP4 weights",
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "qwen3_5_moe": _DELTA,
+    "qwen3_next": _DELTA,
+}
+"""Well-known `model_type`s that are not supported -> what they need."""
+
 _GPT2_SIZES = {
     "vocab_size": "vocab_size",
     "n_positions": "max_seq_len",
@@ -92,8 +107,11 @@ def read_config(hf: Any) -> DecoderConfig:
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
     family = hf.get("model_type")
     if family not in FAMILIES:
+        lacks = next(
+            (f": it needs {text}" for name, text in _MISSING.items() if name == family), ""
+        )
         raise ConfigError(
-            f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."
+            f"model_type={family!r} is not supported{lacks}. Supported are {', '.join(FAMILIES)}."
         )
     hf = {**DEFAULTS[family], **hf}
     problems = key_problems(hf, family)
@@ -179,11 +197,12 @@ def _sparse_family_of(config: DecoderConfig) -> str:
         width = config.shared_expert_dim
         fits = plain and width and width % config.mlp_dim == 0
         fits = fits and not (config.bias or config.sliding_window)
+        fits = fits and set(config.dense_layers) == set(range(len(config.dense_layers)))
         if fits and parts == ("rotary", "rms", "swiglu", "pre") and norms == ("head", False):
             return "dots1"
         raise _no_family()
     usual = Router(norm_topk=routing.norm_topk)
-    if config.first_dense_layers or _architecture(routing) != _architecture(usual):
+    if _architecture(routing) != _architecture(usual):
         raise _no_family()
     if plain and parts == ("rotary", "rms", "swiglu", "pre") and config.shared_expert_dim:
         is_qwen = config.bias == ["qkv"] and config.shared_expert_gate
@@ -191,11 +210,12 @@ def _sparse_family_of(config: DecoderConfig) -> str:
             return "qwen2_moe"
     elif plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
         usual_width = config.head_width * config.num_heads == config.d_model
-        if config.qk_norm == "none" and config.routing.norm_topk:
+        if config.qk_norm == "none" and config.routing.norm_topk and not config.dense_layers:
             return "mixtral"
         if config.qk_norm == "head" and not config.sliding_window:
             return "qwen3_moe"
-        if config.qk_norm == "all" and usual_width and not config.sliding_window:
+        is_uniform = not (config.sliding_window or config.dense_layers)
+        if config.qk_norm == "all" and usual_width and is_uniform:
             return "olmoe"
     raise _no_family()
 
@@ -210,7 +230,7 @@ _DOTS_ROUTER = {
 
 
 def _architecture(router: Router) -> Router:
-    training = ("bias_rate", "balance_loss", "balance_scope", "z_loss")
+    training = ("bias_rate", "balance_loss", "balance_scope", "z_loss", "capacity_factor")
     return dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
 
 
@@ -275,7 +295,12 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         hf[_NUM_EXPERTS[family]] = config.num_experts
         hf["num_experts_per_tok"] = config.experts_per_token
         if family in ("qwen2_moe", "qwen3_moe"):
-            hf |= {"moe_intermediate_size": config.mlp_dim, "decoder_sparse_step": 1}
+            hf |= {
+                "moe_intermediate_size": config.mlp_dim,
+                "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": config.dense_layers,
+            }
         if family == "qwen2_moe":
             hf["shared_expert_intermediate_size"] = config.shared_expert_dim
         if family == "dots1":
@@ -283,7 +308,7 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
                 "moe_intermediate_size": config.mlp_dim,
                 "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
                 "n_shared_experts": config.shared_expert_dim // config.mlp_dim,
-                "first_k_dense_replace": config.first_dense_layers,
+                "first_k_dense_replace": len(config.dense_layers),
                 "sliding_window": None,
             }
         elif family != "mixtral":
@@ -304,21 +329,24 @@ def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the MoE settings; newer Qwen3-MoE files have Mixtral's key `num_local_experts`."""
     count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
     shared: dict[str, Any] = {}
+    dense: list[int] = []
     is_normed = family == "mixtral" or hf["norm_topk_prob"]
     router: dict[str, Any] = {} if is_normed else {"norm_topk": False}
     if family == "dots1":
         router = {"scores": "sigmoid", "bias": True}
         router |= {ours: hf[name] for ours, name in _DOTS_ROUTER.items()}
-        dense = hf["first_k_dense_replace"]
-        shared = {
-            "shared_expert_dim": hf["n_shared_experts"] * hf["moe_intermediate_size"],
-            "first_dense_layers": dense,
-            "dense_mlp_dim": hf["intermediate_size"] if dense else 0,
-        }
+        dense = list(range(hf["first_k_dense_replace"]))
+        shared = {"shared_expert_dim": hf["n_shared_experts"] * hf["moe_intermediate_size"]}
     if family == "qwen2_moe":
         width = hf["shared_expert_intermediate_size"]
         shared = {"shared_expert_dim": width, "shared_expert_gate": True}
+    if family in ("qwen2_moe", "qwen3_moe"):
+        step, named = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+        layers = range(hf["num_hidden_layers"])
+        dense = [i for i in layers if i in named or (i + 1) % step]
     return shared | {
+        "dense_layers": dense,
+        "dense_mlp_dim": hf["intermediate_size"] if dense else 0,
         "num_experts": count,
         "experts_per_token": hf["num_experts_per_tok"],
         "router": router,

@@ -148,21 +148,26 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
     is_fused = family == "phi3"
 
-    num_dense = config.first_dense_layers
+    first, block = config.stack
+    # Index of a layer in the model, its part of the parameters, its index in the stack.
+    positions: list[tuple[int, str, int | None]] = [
+        (i, f"first_layers/{i}", None) for i in range(first)
+    ]
+    for j in range(len(block)):
+        part = f"layers/{j}" if len(block) > 1 else "layers"
+        stacked = range(first + j, config.num_layers, len(block))
+        positions += [(layer, part, index) for index, layer in enumerate(stacked)]
 
     def of_layer(
         ours: str, shape: tuple[int, ...], *sources: Source, kind: str = ""
     ) -> Iterator[Piece]:
         """Yield the piece of each layer, of each "dense" or "sparse" one if `kind` is set."""
-        last = num_dense if kind == "dense" else config.num_layers
-        for layer in range(num_dense if kind == "sparse" else 0, last):
-            tensors = (
-                dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources
-            )
-            if layer < num_dense:
-                yield Piece(f"params/first_layers/{layer}/{ours}", None, shape, tuple(tensors))
-            else:
-                yield Piece(f"params/layers/{ours}", layer - num_dense, shape, tuple(tensors))
+        for layer, part, index in positions:
+            if kind in ("", "dense" if layer in config.dense_layers else "sparse"):
+                tensors = (
+                    dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources
+                )
+                yield Piece(f"params/{part}/{ours}", index, shape, tuple(tensors))
 
     yield _table(config, "model.embed_tokens.weight")
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
@@ -189,7 +194,7 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     if config.num_experts:
         for array, sizes, tensors in _experts(config, family):
             yield from of_layer(array, sizes, *tensors, kind="sparse")
-        if not num_dense:
+        if not config.dense_layers:
             return
         mlp = config.dense_mlp_dim
     kind = "dense" if config.num_experts else ""

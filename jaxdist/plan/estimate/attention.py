@@ -27,7 +27,7 @@ def keys_by_window(job: Job) -> dict[int, float]:
     for window, number in job.layers_by_window.items():
         near = min(job.seq_len, window or job.seq_len)
         seen = near - near * near / (2 * job.seq_len)
-        total[window] = number / job.model.num_layers * seen
+        total[window] = number / sum(job.layers_by_window.values()) * seen
     return total
 
 

@@ -323,7 +323,7 @@ class Job:
         """Number of layers of the model by attention window; 0 = no window."""
         if self.decoder is None:
             return {}
-        call, layers = self.decoder.call, self.model.num_layers
+        call, layers = self.decoder.call, self.model.num_layers * self.decoder.layers
         full = layers // call.full_every if len(call.windows) > 1 else 0
         counts = zip(call.windows, (layers - full, full), strict=False)
         return {window: number for window, number in counts if number}

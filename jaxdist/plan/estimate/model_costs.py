@@ -168,9 +168,10 @@ class DecoderCosts(ModelCosts):
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer = shape.d_model * (2 * queries + 2 * keys + shape.up + shape.hidden)
         columns = min(shape.columns, job.model.vocab_size) * (shape.columns == shape.vocab)
-        products = job.model.num_layers * layer + columns * shape.d_model
+        num_layers = sum(job.layers_by_window.values())
+        products = num_layers * layer + columns * shape.d_model
         full = {w: min(job.seq_len, w or job.seq_len) * n for w, n in job.layers_by_window.items()}
-        causal = job.model.num_layers * sum(attention.keys_by_window(job).values())
+        causal = num_layers * sum(attention.keys_by_window(job).values())
         seen = causal if convention == "causal" else sum(full.values())
         return 6.0 * products + 12.0 * queries * seen
 
@@ -190,7 +191,7 @@ class DecoderCosts(ModelCosts):
             memory_bytes=job.compute_bytes * (job.tokens * elements + stream + copied)
             + 4 * attention.score_bytes(job)
             + attention.block_bytes(job),
-        )
+        ) * float(self.shape.layers)
 
     def recomputed(self, forward: Work) -> Work:
         """Return the work that backward of one layer recomputes, without unused products."""
@@ -206,7 +207,7 @@ class DecoderCosts(ModelCosts):
         # In a scan, recomputation is fused into the backward kernels that use it.
         share = 0.0 if job.engine.fuses_recomputation else 1.0
         return Work(
-            products=2.0 * job.tokens * again,
+            products=2.0 * job.tokens * again * self.shape.layers,
             attention=0.0 if job.keeps("attention") else forward.attention,
             memory_bytes=(_RECOMPUTED_UNROLLED if job.unrolls else share) * forward.memory_bytes,
         )
@@ -241,7 +242,7 @@ class DecoderCosts(ModelCosts):
     def product_shapes(self) -> list[tuple[Shape, int]]:
         """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
         job = self.job
-        tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage)
+        tokens, layers = max(1, job.tokens), max(1, job.layers_per_stage) * self.shape.layers
         chunk = max(1, job.loss_chunk)
         # The experts of a device share the rows; each has a part of `up` and `hidden`.
         experts = self.local_experts
@@ -259,7 +260,7 @@ class DecoderCosts(ModelCosts):
         """Return the bytes of residuals of one layer under the remat policy."""
         job, tokens = self.job, self.job.tokens
         stream, names = job.stream_tokens * self.d_model, self._named_elements()
-        elements = stream * (LAYER_INPUT not in job.offloaded)  # input of each layer
+        elements = names[LAYER_INPUT] * (LAYER_INPUT not in job.offloaded)
         if job.remat.startswith("names:"):
             listed = job.remat.removeprefix("names:").split(",")
             elements += sum(names[name] for name in listed if name in self.shape.marks)
@@ -286,7 +287,7 @@ class DecoderCosts(ModelCosts):
         # A fused kernel saves its output and the log-sum-exp of its scores.
         scores = self._kept_scores() if job.remat == "none" else 0
         lse = self._lse_bytes() * (job.keeps("attention") and not job.offloaded)
-        return job.compute_bytes * elements + lse + scores
+        return (job.compute_bytes * elements + lse + scores) * self.shape.layers
 
     def offloaded_per_layer(self) -> float:
         """Return the bytes of one layer's residuals that the remat policy moves to the host."""
@@ -294,14 +295,15 @@ class DecoderCosts(ModelCosts):
         elements = sum(
             names[name] for name in offloaded if name in {*self.shape.marks, LAYER_INPUT}
         )
-        return self.job.compute_bytes * elements + self._lse_bytes() * ("attention" in offloaded)
+        lse = self._lse_bytes() * ("attention" in offloaded)
+        return (self.job.compute_bytes * elements + lse) * self.shape.layers
 
     def _named_elements(self) -> dict[str, int]:
         """Return name -> number of elements of a layer's values that a remat policy can name."""
         job, tokens = self.job, self.job.tokens
         stream = job.stream_tokens * self.d_model
         return {
-            LAYER_INPUT: stream,
+            LAYER_INPUT: stream // self.shape.layers,  # only that of each block
             "qkv": tokens * (self.queries + 2 * self.keys),
             "attention": tokens * self.queries * self._attention_outputs(),
             "attention_out": stream,
@@ -321,7 +323,8 @@ class DecoderCosts(ModelCosts):
         products = 2 * self.d_model + queries + 2 * self.keys + 6 * self.hidden
         norms = 3 * self.shape.num_norms * job.stream_tokens * self.d_model
         products += self.expert_rows // job.tokens
-        return job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
+        each = job.compute_bytes * job.tokens * products + WIDE * norms + self._kept_scores()
+        return each * self.shape.layers
 
     def expert_launches(self) -> float:
         """Return the seconds to start the kernels of one layer's experts, forward and backward."""
@@ -330,7 +333,7 @@ class DecoderCosts(ModelCosts):
         sizes = [self._expert_blocks * size for size in self._expert_matrices]
         batches = sum(-(-size // COPIED) for size in sizes)
         passes = 3 + (not self.job.keeps("mlp_hidden"))  # forward, two products of backward
-        return passes * batches * _KERNELS_PER_BATCH * _KERNEL_S
+        return passes * batches * _KERNELS_PER_BATCH * _KERNEL_S * self.shape.sparse_layers
 
     @property
     def _expert_blocks(self) -> int:
@@ -354,6 +357,7 @@ class DecoderCosts(ModelCosts):
         """Number of elements that a layer's experts read and write, unused rows included."""
         job, per_token = self.job, self.shape.experts_per_token
         used = FACTOR if job.spec[EXPERT] > 1 else 1.0
+        used *= self.shape.sparse_layers / self.shape.layers
         return int(2 * used * per_token * job.tokens * self.d_model)
 
     def _kept_scores(self) -> int:
@@ -390,7 +394,7 @@ class DecoderCosts(ModelCosts):
     def transposed_per_layer(self) -> int:
         """Return the bytes of saved queries, keys and values, which are transposed as one stack."""
         elements = self.job.tokens * (self.queries + 2 * self.keys)
-        return self.job.compute_bytes * elements * self.reorders_heads()
+        return self.job.compute_bytes * elements * self.reorders_heads() * self.shape.layers
 
     def working(self) -> float:
         """Return the bytes alive during one layer's backward, including recomputation."""
@@ -398,10 +402,11 @@ class DecoderCosts(ModelCosts):
         mlp = 2 * self.up + 2 * self.hidden  # outputs of the products, and their gradients
         stream = 5 * self.d_model  # norms, residual, gradients between attention and MLP
         # Scores, probabilities and their gradients, without a fused kernel.
-        scores = 3 * attention.score_bytes(job)
+        scores = 3 * attention.score_bytes(job) * self.shape.layers
         # The first exchange of experts and the loop over further rounds have separate buffers.
         loops = 1 + (job.spec[EXPERT] > 1)
-        elements = job.tokens * (mlp + stream) + loops * 2 * self.expert_rows
+        # Backward of a block computes all its layers again.
+        elements = (job.tokens * (mlp + stream) + loops * 2 * self.expert_rows) * self.shape.layers
         matrices = min(COPIED, self._expert_blocks * max(self._expert_matrices))
         copied = loops * (job.compute_bytes + WIDE) * matrices
         return job.compute_bytes * elements + copied + scores + self._context_extra()

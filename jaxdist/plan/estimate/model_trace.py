@@ -79,10 +79,11 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
 class _Block(NamedTuple):
     """Trace of one block on one row, with each call of attention replaced by a `name` equation.
 
-    `calls` has the shapes of queries and keys of each call.
+    `calls` has the shapes of queries and keys of each call, `experts_per_token` those of each call
+    of experts.
     """
 
-    experts_per_token: int
+    experts_per_token: list[int]
     calls: list[tuple[AttentionCall, tuple[int, ...], tuple[int, ...]]]
     jaxpr: Any
     x: Any
@@ -116,7 +117,7 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
         assert model.block is not None
         return model.block(weights, x, aux, dataclasses.replace(context, dropout_key=key))
 
-    per_token = [0]
+    per_token: list[int] = []
 
     def experts(x: Array, routing: Routing, *weights: Any) -> Array:
         """Record the number of experts of a token; return [batch, seq, d_model]."""
@@ -126,23 +127,28 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
     context = dataclasses.replace(_context("float32", []), attend=attend, experts=experts)
     x, aux = _stream(model, seq_len, "float32", rows=1)
     jaxpr = jax.make_jaxpr(run)(_one_layer(model, "float32"), x, aux, _key())
-    return _Block(per_token[-1], calls, jaxpr, x)
+    return _Block(per_token, calls, jaxpr, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a head, and of blocks with one attention and one MLP on a residual stream.
+    """Sizes of a head, and of blocks of layers: each one attention and one MLP.
+
+    Sizes of layers that differ are means over the block.
 
     Attributes:
+        layers, sparse_layers: number of layers in a block, and of those with experts.
         up: output width of the MLP's first product, including the gate.
         hidden: input width of the MLP's last product.
             With experts, both are those of all experts of one token.
         columns: outputs of the head; `vocab` unless they are scores of complete rows.
-        num_norms: norms of the residual stream per block.
+        num_norms: norms of the residual stream per layer.
         num_layer_norms: how many of these norms subtract the mean.
         norms_mlp_output: a norm follows the MLP's last product.
     """
 
+    layers: int
+    sparse_layers: int
     d_model: int
     num_heads: int
     num_kv_heads: int
@@ -165,14 +171,17 @@ class DecoderShape:
 def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
     """Return the sizes of a decoder, recognized by its trace; None for any other structure.
 
-    The block must call attention once. Its products must have the outputs and FLOPs of query, key,
-    value, output and an MLP, in any split into arrays. The head must be a `TokenHead` or the scores
-    of a row. Adapters are left out.
+    All calls of attention in the block, one per layer, must be equal. Its products must have the
+    outputs and FLOPs of query, key, value, output and an MLP, in any split into arrays. The head
+    must be a `TokenHead` or the scores of a row. Adapters are left out.
     """
     model = without_adapters(model)
     block = _trace_block(model, seq_len)
-    if block is None or len(block.calls) != 1 or block.x.ndim != 3 or block.x.shape[1] != seq_len:
+    if block is None or block.x.ndim != 3 or block.x.shape[1] != seq_len:
         return None
+    if not block.calls or any(call != block.calls[0] for call in block.calls):
+        return None
+    layers, sparse = len(block.calls), len(block.experts_per_token)
     call, query, key = block.calls[0]
     d_model, num_heads, head_dim, num_kv_heads = block.x.shape[-1], query[2], query[3], key[2]
     products, outputs = 0.0, 0.0
@@ -192,20 +201,27 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
             norms.update(dict.fromkeys(("all", "last"), name in ("rsqrt", "sqrt")))
     queries, keys = num_heads * head_dim, num_kv_heads * head_dim
     num_experts = model.dims.get("experts", 0)  # the router's product has an output for each
-    others = num_experts
+    others = num_experts * sparse
     if "shared_mlp" in model.dims:  # its last product, and one output for its gate
-        gates = sum(dims[-2:] == ("d_model", None) for dims in jax.tree.leaves(model.axes)) - 1
-        outputs, others = outputs - seq_len * d_model, others + gates
+        gates = sum(dims[-2:] == ("d_model", None) for dims in jax.tree.leaves(model.axes)) - sparse
+        outputs, others = outputs - seq_len * d_model * sparse, others + gates
     outputs, products = outputs - seq_len * others, products - 2 * seq_len * d_model * others
-    up = outputs / seq_len - queries - 2 * keys - 2 * d_model
-    hidden = products / (2 * seq_len * d_model) - 2 * queries - 2 * keys - up
+    up = outputs / (seq_len * layers) - queries - 2 * keys - 2 * d_model
+    hidden = products / (2 * seq_len * d_model * layers) - 2 * queries - 2 * keys - up
+    up, hidden = round(up, 3), round(hidden, 3)
     head = _head(model, seq_len)
     scores = 0 if isinstance(head, TokenHead) else _num_scores(model, head)
-    if up <= 0 or hidden not in (up, up / 2) or not (scores or isinstance(head, TokenHead)):
+    if (
+        up <= 0
+        or min(abs(hidden - up), abs(2 * hidden - up)) > 0.01
+        or not (scores or isinstance(head, TokenHead))
+    ):
         return None
     vocab = model.dims["vocab"] if scores else head.kernel.shape[1]
     dims = {dim for leaf in jax.tree.leaves(model.axes) for dim in leaf if dim}
     return DecoderShape(
+        layers=layers,
+        sparse_layers=sparse,
         d_model=d_model,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -213,13 +229,13 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
         up=int(up),
         hidden=int(hidden),
         num_experts=num_experts,
-        experts_per_token=block.experts_per_token,
+        experts_per_token=max(block.experts_per_token, default=0),
         vocab=vocab,
         columns=scores or vocab,
         vocab_dim=max(dims, key=lambda dim: (model.dims.get(dim) == vocab, dim == "vocab", dim)),
-        num_norms=norms["all"],
+        num_norms=norms["all"] // layers,
         # A router sums over its experts as a layer norm does over its inputs.
-        num_layer_norms=norms["all"] if sums > norms["all"] and not num_experts else 0,
+        num_layer_norms=norms["all"] // layers if sums > norms["all"] and not num_experts else 0,
         norms_mlp_output=norms["last"] > 0,
         marks=frozenset(marks - {_ATTEND} | {"attention"}),
         call=call,

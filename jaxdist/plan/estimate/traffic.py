@@ -157,13 +157,14 @@ def _activations(job: Job) -> Iterator[Moved]:
     sizes = ActivationSizes(
         stream_bytes=float(job.compute_bytes * job.tokens * job.stream_width),
         num_tokens=job.tokens,
-        num_layers=job.layers_per_stage,
+        num_layers=job.layers_per_stage * job.decoder.layers,
         num_microbatches=job.num_microbatches,
         num_forwards=_passes(job) - 1,
         recomputes=job.remat != "none",
         reduces_again=not job.keeps("attention_out"),
         sequence_parallel=job.sequence_parallel,
         experts_per_token=job.decoder.experts_per_token,
+        sparse_layers=job.layers_per_stage * job.decoder.sparse_layers,
         **_attention(job, job.decoder),
     )
     for axis in job.spec.used:
