@@ -414,7 +414,10 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
         (["--model.num-experts=8", "--model.router.top=1"], ["router.top=1", "balance_loss"]),
         (["--model.num-experts=8", "--model.router.capacity_factor=-1"], ["capacity_factor=-1"]),
         (["--model.num-experts=8", "--model.balance-loss=0.1"], ["model.router.balance_loss"]),
-        (["--model.num-experts=4", "--lora.rank=4"], ["lora.targets", "attention"]),
+        (
+            ["--model.num-experts=4", "--lora.rank=4", "--lora.variant=dora"],
+            ["lora.variant", "gate_up_proj", "attention"],
+        ),
         (["--model.num-experts=4", "--precision.matmul-dtype=fp8"], ["matmul_dtype=fp8", "auto"]),
     ],
 )

@@ -170,6 +170,23 @@ class LoraWeight(AdaptedWeight):
         return dataclasses.replace(self, adapters=adapters)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertLora(LoraWeight):
+    """Frozen weights of experts [experts, *inputs, *outputs], and adapters of each expert.
+
+    As in PEFT, adapters are added to the weights of a layer before the product with its tokens.
+    """
+
+    def astype(self, dtype: Any) -> Array:
+        """Return one layer's weights with the adapters merged in, [experts, *inputs, *outputs]."""
+        return super().merged().astype(dtype)
+
+    def merged(self) -> Array:
+        """Return the complete weight [layers, experts, *inputs, *outputs], float32."""
+        return jax.vmap(LoraWeight.merged)(self)
+
+
 def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
     """Return a `Model.block` with dropout of the inputs of adapters in training.
 

@@ -24,6 +24,7 @@ from jaxdist.core.weights import CompositeWeight, Parameter, base_of
 from jaxdist.models.adapted_weights import (
     AdaptedWeight,
     Adapter,
+    ExpertLora,
     LoraWeight,
     TokenRows,
     with_dropout,
@@ -47,6 +48,8 @@ _GPT2_MODULES: dict[str, tuple[str, ...]] = {
     "mlp/down": ("mlp.c_proj",),
 }
 # Our array in a layer -> Hugging Face's modules that it consists of.
+_EXPERTS: dict[str, tuple[str, ...]] = {"mlp/up": ("gate_up_proj",), "mlp/down": ("down_proj",)}
+# Our array of all experts in a layer -> the parameter of transformers' experts that it is.
 
 _INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
 """Number of leading dims of an array of a layer that its product contracts."""
@@ -68,7 +71,7 @@ class LoraConfig:
     targets: list[str] = setting(
         ["attention", "mlp"],
         "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
-        "q_proj, v_proj",
+        "q_proj, v_proj; of experts gate_up_proj and down_proj",
     )
     variant: Literal["lora", "rslora", "dora"] = setting(
         "lora",
@@ -160,10 +163,12 @@ class LoraConfig:
                 f"lora.rank={self.rank} with model.dense_layers={model.dense_layers}: "
                 "adapters of these layers are not supported. Use lora.rank=0."
             )
-        if model.num_experts and "mlp" in self.targets:
+        of_experts = expert_targets(self, model)
+        if of_experts and (self.dropout or self.variant == "dora"):
             problems.append(
-                f"lora.targets has 'mlp' with model.num_experts={model.num_experts}: experts have "
-                "no adapters. Use --lora.targets attention."
+                f"lora.dropout={self.dropout} and lora.variant={self.variant!r} with adapters of "
+                f"experts ({', '.join(of_experts)}), which have neither dropout nor DoRA. Use "
+                "--lora.targets attention, or dropout=0 and another variant."
             )
         if wrong := [i for i in self.token_ids if not 0 <= i < model.vocab_size]:
             problems.append(
@@ -180,7 +185,7 @@ class LoraConfig:
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
-        if model.num_experts and self.blocks(model):
+        if model.num_experts and self.base_format in ("nf4", "int8"):
             problems.append(
                 f"lora.base_format={self.base_format!r} with model.num_experts={model.num_experts}:"
                 " weights of experts are not quantized. Use bf16."
@@ -218,15 +223,18 @@ def _is_changed(config: LoraConfig, field: Any) -> bool:
 
 
 def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
-    """Return our arrays in a layer -> Hugging Face's names of the modules in it.
-
-    Experts have none.
-    """
+    """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
     if model.num_experts:
-        return {name: parts for name, parts in _MODULES.items() if name.startswith("attention/")}
+        return {**_MODULES, **_EXPERTS}
     if model.activation != "gelu":
         return _MODULES
     return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}
+
+
+def expert_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
+    """Return the parameters of experts that have adapters."""
+    names = [name for parts in _EXPERTS.values() for name in parts]
+    return [name for name in config.target_modules(model) if model.num_experts and name in names]
 
 
 def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
@@ -259,9 +267,9 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
         parts = plans.get(name)
         if parts is None:
             return free(name, dims)
-        count = _INPUTS[name.removeprefix("layers/")]
-        layers, ins, outs = dims[:1], dims[1 : 1 + count], dims[1 + count :]
-        return LoraWeight(
+        last = _stacked(dims) + _INPUTS[name.removeprefix("layers/")]
+        layers, ins, outs = dims[: _stacked(dims)], dims[_stacked(dims) : last], dims[last:]
+        return (ExpertLora if "experts" in dims else LoraWeight)(
             free(name, dims),
             {
                 part.module: {
@@ -277,7 +285,7 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
     def init(key: Array) -> Params:
         """Return frozen weights and new adapters; stacked leaves are [num_layers, ...]."""
 
-        def leaf(path: Any, w: Array) -> Any:
+        def leaf(path: Any, w: Array, dims: Dims) -> Any:
             """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
             name = _name(path)
             stored = w if name == SCORE else w.astype(storage)
@@ -289,20 +297,28 @@ def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
                 return frozen
             count = _INPUTS[name.removeprefix("layers/")]
             is_dora = config.variant == "dora"
-            made = {p.module: _init(key, w.shape, count, p, is_dora) for p in plans[name]}
+            sizes = w.shape[: _stacked(dims)], w.shape[_stacked(dims) :]
+            made = {p.module: _init(key, *sizes, count, p, is_dora) for p in plans[name]}
+            if "experts" in dims:
+                return ExpertLora(frozen, made, plans[name])
             return LoraWeight(frozen, made, plans[name]).with_start()
 
-        return jax.tree_util.tree_map_with_path(leaf, model.init(key))
+        return jax.tree_util.tree_map_with_path(leaf, model.init(key), model.axes)
 
     axes = jax.tree_util.tree_map_with_path(record, model.axes)
     assert model.block is not None
     block = with_dropout(model.block, config.dropout) if config.dropout else model.block
     adapted = dataclasses.replace(model, init=init, axes=axes, block=block)
-    # Frozen weights have no gradient, which is a third of their products.
-    products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    share = lambda w: w.size * (decoder.active_experts if "experts" in w.dims else 1.0)
+    # Frozen weights have no gradient, which is a third of their products, unless adapters are
+    # added to them.
+    merges = bool(expert_targets(config, decoder))
+    frozen = (w for w in weights_of(model) if not (merges and "experts" in w.dims))
+    products = sum(share(w) for w in frozen if w.is_stacked and w.is_matrix)
     trains_head = ids or decoder.num_labels
     products += 0 if trains_head else decoder.vocab_size * decoder.d_model
-    change = 6.0 * num_trained(adapted) - 2.0 * products
+    moved = sum(share(w) for w in weights_of(adapted) if w.dims.update == "gradient")
+    change = 6.0 * moved - 2.0 * products
     flops = {name: count + change for name, count in model.flops_per_token.items()}
     return dataclasses.replace(adapted, flops_per_token=flops)
 
@@ -339,7 +355,13 @@ def _tensors_of(
     group = decoder.num_heads // decoder.kv_heads
     if array == "attention/qkv":
         return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
-    return ((1,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
+    ways = (1 if decoder.activation == "gelu" else 2) if decoder.num_experts else 1
+    return ((ways,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
+
+
+def _stacked(dims: Dims) -> int:
+    """Return the number of leading dims that stack weights: layers, and experts if they have."""
+    return 1 + ("experts" in dims)
 
 
 def _input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
@@ -349,20 +371,27 @@ def _input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
 
 
 def _init(
-    key: Array, shape: tuple[int, ...], count: int, part: Adapter, is_dora: bool
+    key: Array,
+    stack: tuple[int, ...],
+    shape: tuple[int, ...],
+    count: int,
+    part: Adapter,
+    is_dora: bool,
 ) -> dict[str, Array]:
-    """Return A [layers, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
+    """Return A [*stack, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
 
-    B is [layers, rank, *outputs of the module]; `shape` is [layers, *inputs, *outputs]. DoRA's
-    scale [layers, *outputs] is 1 (`with_start`).
+    B is [*stack, rank, *outputs of the module]; `shape` is [*inputs, *outputs], `stack` the number
+    of layers, and of experts if they have the weight. DoRA's scale [*stack, *outputs] is 1
+    (`with_start`).
     """
-    ins, outs = shape[1 : 1 + count], list(shape[1 + count :])
+    ins, outs = shape[:count], list(shape[count:])
     outs[part.dim - count] = part.size
     bound = 1 / math.sqrt(math.prod(ins))
-    own = jax.random.fold_in(key, zlib.crc32(f"{part.module} {shape}".encode()) & 0x7FFFFFFF)
-    a = jax.random.uniform(own, (shape[0], *ins, part.rank), jnp.float32, -bound, bound)
-    made = {"a": a, "b": jnp.zeros((shape[0], part.rank, *outs), jnp.float32)}
-    return {**made, "scale": jnp.ones((shape[0], *outs), jnp.float32)} if is_dora else made
+    named = f"{part.module} {(*stack, *shape)}".encode()
+    own = jax.random.fold_in(key, zlib.crc32(named) & 0x7FFFFFFF)
+    a = jax.random.uniform(own, (*stack, *ins, part.rank), jnp.float32, -bound, bound)
+    made = {"a": a, "b": jnp.zeros((*stack, part.rank, *outs), jnp.float32)}
+    return {**made, "scale": jnp.ones((*stack, *outs), jnp.float32)} if is_dora else made
 
 
 def _name(path: Any) -> str:

@@ -6,7 +6,6 @@ References:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdist.models.adapters import LoraConfig, modules_of
+from jaxdist.models.adapters import LoraConfig, expert_targets, modules_of
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.families import family_of
 from jaxdist.models.huggingface.tensors import Source, pieces
@@ -23,6 +22,9 @@ from jaxdist.settings import ConfigError, problems_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+
+_EXPERTS = "mlp.experts."
+"""Start of the names of transformers' parameters of experts."""
 
 SCORE = f"{_PREFIX}score.weight"
 """PEFT's tensor of a score head, [num_labels, d_model]."""
@@ -48,7 +50,6 @@ _HARMLESS: dict[str, Any] = {
     "lora_ga_config": None,
     "megatron_config": None,
     "monteclora_config": None,
-    "target_parameters": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -75,6 +76,7 @@ _READ = {
     "r",
     "rank_pattern",
     "target_modules",
+    "target_parameters",
     "trainable_token_indices",
     "use_dora",
     "use_rslora",
@@ -85,7 +87,9 @@ class AdaptedModule(NamedTuple):
     """An adapted module of one layer: its names here and in PEFT, and its tensor's dims.
 
     `array` is like "params/layers/attention/qkv/adapters/q_proj"; `source` is the tensor of the
-    module's weight, whose view has `num_inputs` of our leading dims.
+    module's weight, whose view has `num_inputs` of our leading dims. For a parameter of all
+    experts of the layer it is our array [experts, inputs, *outputs], and PEFT stacks A by expert
+    and then rank, but B by rank and then expert.
     """
 
     array: str
@@ -93,6 +97,7 @@ class AdaptedModule(NamedTuple):
     layer: int
     source: Source
     num_inputs: int
+    num_experts: int = 0
 
     @property
     def target(self) -> str:
@@ -105,6 +110,10 @@ class AdaptedModule(NamedTuple):
         They are A [rank, inputs], B [outputs, rank] and, with DoRA, the magnitudes [outputs].
         """
         (ins, outs), a, b = self._orders, adapter["a"], adapter["b"]
+        if self.num_experts:  # a [experts, inputs, rank], b [experts, rank, *outputs]
+            rows = a.swapaxes(1, 2).reshape(-1, a.shape[1])
+            columns = np.moveaxis(b, (1, 0), (-2, -1)).reshape(-1, rows.shape[0])
+            return {self.tensor_name("a"): rows, self.tensor_name("b"): columns}
         values: dict[str, np.ndarray] = {
             "a": a.transpose([*ins, len(ins)]).reshape(-1, a.shape[-1]).T,
             "b": b.transpose([*(1 + i for i in outs), 0]).reshape(-1, b.shape[0]),
@@ -121,6 +130,12 @@ class AdaptedModule(NamedTuple):
         stored_out = [sizes[self.num_inputs + i] for i in outs]
         back_in, back_out = np.argsort(ins), np.argsort(outs)
         a, b = tensors[self.tensor_name("a")], tensors[self.tensor_name("b")]
+        if count := self.num_experts:
+            split = b.reshape(*view[2:], -1, count)
+            return {
+                "a": a.reshape(count, -1, a.shape[1]).swapaxes(1, 2),
+                "b": np.moveaxis(split, (-2, -1), (1, 0)),
+            }
         adapter = {
             "a": a.T.reshape(*stored_in, a.shape[0]).transpose([*back_in, len(ins)]),
             "b": b.reshape(*stored_out, b.shape[1]).transpose([len(outs), *back_out]),
@@ -132,6 +147,9 @@ class AdaptedModule(NamedTuple):
     def shapes(self, lora: LoraConfig, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of PEFT's tensors."""
         view, order = self.source.view, self.source.order
+        if count := self.num_experts:
+            a, b = (count * rank, view[1]), (math.prod(view[2:]), count * rank)
+            return {self.tensor_name("a"): a, self.tensor_name("b"): b}
         num_inputs = math.prod(view[dim] for dim in order[: self.num_inputs])
         num_outputs = math.prod(view) // num_inputs
         shapes: dict[str, tuple[int, ...]] = {"a": (rank, num_inputs), "b": (num_outputs, rank)}
@@ -154,9 +172,18 @@ def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
     """Yield the modules with an adapter, of each layer."""
     ranks = lora.target_modules(model)
     names = {f"params/layers/{array}": of for array, of in modules_of(model).items()}
+    experts = expert_targets(lora, model)  # PEFT wraps the first by the second
     for piece in pieces(model, family_of(model)):
         for name in names.get(piece.name, ()):
             if name not in ranks:
+                continue
+            if name in experts:
+                assert piece.layer is not None
+                inner = ".base_layer" if name != experts[-1] else ""
+                module = f"model.layers.{piece.layer}.mlp.experts{inner}"
+                stacked = Source(module, piece.shape, piece.shape, tuple(range(len(piece.shape))))
+                array = f"{piece.name}/adapters/{name}"
+                yield AdaptedModule(array, module, piece.layer, stacked, 1, model.num_experts)
                 continue
             (source,) = (s for s in piece.sources if s.name.endswith(f".{name}.weight"))
             assert piece.layer is not None
@@ -189,7 +216,7 @@ def rows_name(module: str) -> str:
 
 def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` of adapters."""
-    ranks = lora.target_modules(model)
+    ranks, experts = lora.target_modules(model), expert_targets(lora, model)
     return {
         **_HARMLESS,
         "peft_type": "LORA",
@@ -199,7 +226,8 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(ranks),
+        "target_modules": [name for name in ranks if name not in experts],
+        "target_parameters": [f"{_EXPERTS}{name}" for name in experts] or None,
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {},
         "trainable_token_indices": _token_indices(model, lora.token_ids),
@@ -234,6 +262,16 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         )
     names = [name for of in modules_of(model).values() for name in of]
     targets = _targets(peft.get("target_modules"), model, source)
+    parameters = peft.get("target_parameters") or []
+    of_experts = {
+        f"{_EXPERTS}{name}": name for name in names if name not in _linear(model).values()
+    }
+    if wrong := [name for name in parameters if name not in of_experts]:
+        problems.append(
+            f"{source}: target_parameters has {', '.join(wrong)}, which cannot have an adapter "
+            f"here. Supported are: {', '.join(of_experts) or 'none'}."
+        )
+    targets += [of_experts[name] for name in parameters if name in of_experts]
     if not targets:
         problems.append(f"{source}: target_modules matches none of {', '.join(names)}.")
     saved = peft.get("modules_to_save") or []
@@ -281,7 +319,7 @@ def _token_indices(model: DecoderConfig, token_ids: list[int]) -> dict[str, list
 
 def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
     """Return our targets of PEFT's list of module names, regular expression, or "all-linear"."""
-    every = {s.name: name for name, s in _first_layer(model)}
+    every = _linear(model)
     if peft == "all-linear":
         return list(every.values())
     if isinstance(peft, str):
@@ -297,11 +335,10 @@ def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
     return list(dict.fromkeys(name for target in peft or () for name in matched(target)))
 
 
-def _first_layer(model: DecoderConfig) -> Iterator[tuple[str, Source]]:
-    complete = LoraConfig(rank=1)
-    for module in modules(model, complete):
-        if module.layer == 0:
-            yield module.target, dataclasses.replace(module.source, name=module.name)
+def _linear(model: DecoderConfig) -> dict[str, str]:
+    """Return the name of each module of the first layer -> our target; experts are none."""
+    each = (module for module in modules(model, LoraConfig(rank=1)) if not module.num_experts)
+    return {module.name: module.target for module in each if module.layer == 0}
 
 
 def _fits(pattern: str, name: str) -> bool:
