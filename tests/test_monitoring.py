@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import free_port
+from commands import Fork, free_port
 from monitored import Clock, events, header, of_kind, scalars, start, train
 from refusals import refused
 
@@ -247,9 +247,15 @@ def test_environment_records_every_start(tmp_path):
     assert [earlier["command"] for earlier in record["earlier"]] == ["one", "two"]
 
 
-def test_environment_has_everything_needed_to_rerun(monkeypatch):
+def test_environment_has_everything_needed_to_rerun(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "2 3"])
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("nvidia_nccl_cu99-2.30.7", "jax_cuda99_plugin-0.10.0", "nvidia_cublas-13"):
+        (tmp_path / f"{name}.dist-info").mkdir()
     record = environment(["n0"])
+    assert record["nvidia"]["nvidia-nccl-cu99"] == "2.30.7"
+    assert record["nvidia"]["jax-cuda99-plugin"] == "0.10.0"
+    assert "nvidia-cublas" not in record["nvidia"]
     assert record["command"] == f"{shlex.quote(sys.executable)} train.py --steps '2 3'"
     assert record["versions"]["jax"] == jax.__version__
     assert record["versions"]["numpy"] == np.__version__
@@ -318,12 +324,7 @@ print("path", new_run_path("demo"), flush=True)
 @pytest.mark.slow
 def test_processes_agree_on_the_run_directory():
     port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(port)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
+    children = [Fork("-c", WORKER, rank, port) for rank in (0, 1)]
     outputs = [child.communicate(timeout=120)[0] for child in children]
     lines = [[line for line in out.splitlines() if line.startswith("path")] for out in outputs]
     assert lines[0] == lines[1] and len(lines[0]) == 1

@@ -7,6 +7,7 @@ continuation, and stop sequences follow its backend for transformers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -109,10 +110,16 @@ def task_problem(name: str) -> str:
     )
 
 
-def _manager(tasks: Sequence[str], task_folder: str) -> Any:
+@functools.cache
+def _index(task_folder: str) -> Any:
+    """Return the harness's index of its own tasks and a folder's, which takes seconds to build."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=task_folder or None)
+    return TaskManager(include_path=task_folder or None)
+
+
+def _manager(tasks: Sequence[str], task_folder: str) -> Any:
+    manager = _index(task_folder)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ConfigError(
             f"tasks={', '.join(unknown)}: the harness has no such task. List them with "
