@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -99,10 +100,7 @@ class RunConfig:
         "on NaN. Files and flags override these defaults",
     )
     simulate: int = setting(
-        0,
-        "simulated CPU devices of each process; 0 = the real devices",
-        ge=0,
-        le=_MAX_SIMULATED,
+        0, "simulated CPU devices of each process; 0 = the real devices", ge=0, le=_MAX_SIMULATED
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -132,9 +130,7 @@ class RunConfig:
             True, "Add it to monitoring.tracker, or remove it there.", item_of="monitoring.tracker"
         ),
         "monitoring.price_per_device_hour": Removed(0.0, "summary.json has the device_hours."),
-        "pipeline.schedule": Removed(
-            "1f1b_lockstep", "Leave it out: all runs use 1F1B, with equal results and less time."
-        ),
+        "pipeline.schedule": Removed("1f1b_lockstep", "Leave it out: all runs use 1F1B."),
         "runtime.cluster": Removed("auto", "Use runtime.num_processes=1 to run one process."),
         "runtime.compilation_cache_dir": Removed("", "Set the environment variable JAXDIST_CACHE."),
         "model.width": Removed(16, "Leave it out: widths are those of the paper.", True),
@@ -158,10 +154,9 @@ class RunConfig:
         """Return an error for each violated rule of the top level and between sections."""
         problems = self._path_problems() + self._init_problems()
         # Values out of bounds would cause further errors below.
-        sections = {name: getattr(self, name) for name in ("model", "train", "mesh", "pipeline")}
         if not 0 <= self.simulate <= _MAX_SIMULATED:
             return problems
-        if any(problems_of(sections[name], name) for name in sections):
+        if any(problems_of(getattr(self, n), n) for n in ("model", "train", "mesh", "pipeline")):
             return problems
         problems += self._lora_problems() + self._data_problems() + offload_problems(self)
         problems += self.objective.run_problems(
@@ -222,11 +217,6 @@ class RunConfig:
         """Number of scores of the model's head; 0 = it predicts tokens."""
         return self.model.num_labels
 
-    @property
-    def num_row_losses(self) -> int:
-        """Number of row losses that a step returns: the global batch size; 0 with one source."""
-        return self.train.global_batch_size if len(self.data.sources) > 1 else 0
-
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """Return an error for each rule of a mesh that model, batch or sequence violates.
 
@@ -269,8 +259,7 @@ class RunConfig:
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
     ) -> None:
         """Raise `ConfigError` with every problem of a mesh and up to three similar legal meshes."""
-        problems = self._problems_with_fix(spec, model, num_devices)
-        if problems:
+        if problems := self._problems_with_fix(spec, model, num_devices):
             raise ConfigError(problems, heading="mesh")
 
     def choose_mesh(
@@ -432,10 +421,10 @@ class RunConfig:
     def _data_problems(self) -> list[str]:
         data, reads = self.data, self.model.reads
         sizes = {"bytes": BYTE_VALUES, "code": CODE_VOCAB_SIZE}
-        own_rows = any(map(is_custom, data.sources))
+        num_tokens = 0 if any(map(is_custom, data.sources)) else sizes.get(data.tokenizer_name, 0)
         problems = self.model.run_problems(
             seq_len=self.train.seq_len,
-            num_tokens=0 if own_rows else sizes.get(data.tokenizer_name, 0),
+            num_tokens=num_tokens,
             tokenizer=data.tokenizer_name,
             simulate=self.simulate,
             objective=self.objective.kind,
@@ -457,30 +446,24 @@ class RunConfig:
         return problems
 
     def _early_mesh_problems(self) -> list[str]:
-        num_devices = self._num_simulated_devices()
+        spec, num_devices = self.mesh.spec, None
+        with contextlib.suppress(ConfigError):  # joining the job reports it
+            if self.simulate:
+                num_devices = self.simulate * resolve(os.environ, self.runtime).num_processes
         try:
-            if self.mesh.spec is None:
+            if spec is None:
                 if num_devices is not None and self.model.dims:
                     self.choose_mesh(num_devices)
                 return []
-            spec = self.mesh.spec
-            if num_devices is None and spec.is_open:
-                return []
             if num_devices is not None:
                 spec = spec.resolve(num_devices)
-            if num_devices is not None and fit_devices(self, num_devices) is not self:
+                if fit_devices(self, num_devices) is not self:
+                    return []
+            elif spec.is_open:
                 return []
         except ConfigError as error:
             return error.problems
         return self._problems_with_fix(spec, None, num_devices)
-
-    def _num_simulated_devices(self) -> int | None:
-        if not self.simulate:
-            return None
-        try:
-            return self.simulate * resolve(os.environ, self.runtime).num_processes
-        except ConfigError:  # joining the job reports it
-            return None
 
     def _problems_with_fix(
         self, spec: MeshSpec, model: Model | None, num_devices: int | None

@@ -123,14 +123,17 @@ class Parts:
             copies=rule.copies,
             store=self.moments,
         )
-        rows = self.config.num_row_losses if self.unit == "tokens" else 0
+        by_source = self.unit == "tokens" and len(self.config.data.sources) > 1
         step = make_step(
             self.model,
             self.model.objective,
             optimizer,
             self.layout,
             self.plan,
-            Reports(self.config.monitoring.layer_statistics_steps, rows),
+            Reports(
+                self.config.monitoring.layer_statistics_steps,
+                self.config.train.global_batch_size * by_source,
+            ),
         )
         evaluate = lambda params, batch: step.evaluate(params, self.teacher(batch))
         return dataclasses.replace(step, evaluate=evaluate)
@@ -440,20 +443,16 @@ def assemble(
         reason = shrink_reason(original, config, num_devices, model)
     layout = config.layout(spec.build(devices), model, host_of)
     platform = platform_of(devices[0])
-    loss_scale = initial_loss_scale(config.precision.resolve(platform))
-    num_processes = len({device.process_index for device in devices})
-    problems = offload_process_problems(config, num_processes)
-    problems += optim.frozen_problems(config.optim, model.axes)
-    problems += optim.group_problems(config.optim, model.axes)
-    problems += matmul.problems(
-        config.precision.matmul_dtype,
-        model.num_layers,
-        platform,
-        str(getattr(devices[0], "compute_capability", "")),
-    )
+    capability = str(getattr(devices[0], "compute_capability", ""))
+    dtype = config.precision.matmul_dtype
+    problems = [
+        *offload_process_problems(config, len({device.process_index for device in devices})),
+        *optim.frozen_problems(config.optim, model.axes),
+        *optim.group_problems(config.optim, model.axes),
+        *matmul.problems(dtype, model.num_layers, platform, capability),
+    ]
     if problems:
         raise ConfigError(problems)
-    num_all = num_params(model)
     model = dataclasses.replace(
         model,
         axes=optim.with_frozen(config.optim, model.axes),
@@ -475,8 +474,8 @@ def assemble(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        loss_scale=loss_scale,
-        num_params=num_all,
+        loss_scale=initial_loss_scale(config.precision.resolve(platform)),
+        num_params=num_params(model),
         packed=config.data.packs_documents,
     )
 
