@@ -1,4 +1,4 @@
-"""Runs that train adapters, and PEFT's tensors of them."""
+"""Twenty steps of Adam on a mesh and in PyTorch, and PEFT's tensors of adapters."""
 
 import dataclasses
 import itertools
@@ -18,9 +18,25 @@ from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.models.huggingface.directory import read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.run.setup import assemble
+from jaxdist.run.teacher import with_teacher
 
 STEPS, RATE = 20, 3e-3
 ROWS, SEQ, VOCAB = 8, 32, 96
+MESHES = {
+    "fsdp=2,tp=2": {},
+    "pp=2,cp=2": {"microbatches": 4, "virtual": 2},
+    "fsdp=2,pp=2": {"microbatches": 2},
+    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
+    "dp=2,cp=2": {"microbatches": 2},
+    "dp=4": {"microbatches": 2},
+    "fsdp=4": {},
+    "tp=2": {},
+    "dp=2,fsdp=2,tp=2": {},
+    "cp=2,tp=2": {},
+    "fsdp=2,cp=2": {},
+    "pp=2": {"microbatches": 2},
+    "dp=2,fsdp=2,pp=2": {"microbatches": 2},
+}
 
 
 def adapter_run(
@@ -77,20 +93,33 @@ def batches():
 
 
 def train(config, steps=STEPS):
-    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
-    parts = assemble(config, jax.devices()[:number])
-    state, losses = parts.init_state(), []
     # B starts at zero, and then neither a wrong A nor a wrong base would show.
     is_moved = lambda path: named(path).endswith(("/b", "/rows"))
     moved = lambda path, x: x + 0.02 * noise(path, x) if is_moved(path) else x
-    params = jax.tree_util.tree_map_with_path(moved, parts.in_model_order(state.params))
+    history, *rest = train_on(config, batches(), steps, moved)
+    return losses_of(history), *rest
+
+
+def losses_of(history):
+    return [metrics["loss"] for metrics in history]
+
+
+def train_on(config, batches, steps=STEPS, start=lambda path, x: x):
+    """Return the metrics of each step, the parts, and the parameters before and after.
+
+    `start` maps the path and the initial value of a parameter to its value.
+    """
+    devices = jax.devices()[: config.mesh.spec.num_devices]
+    parts = with_teacher(assemble(config, devices), {})
+    state, history = parts.init_state(), []
+    params = jax.tree_util.tree_map_with_path(start, parts.in_model_order(state.params))
     before = jax.tree.map(lambda x: np.array(x, copy=True), params)  # the step donates them
     state = dataclasses.replace(state, params=parts.in_execution_order(params))
-    for batch in itertools.islice(batches(), steps):
-        placed = place_batch(batch, parts.step.batch_sharding)
+    for batch in itertools.islice(batches, steps):
+        placed = parts.teacher(place_batch(batch, parts.step.batch_sharding))
         state, metrics = parts.step.train(state, placed, np.inf)
-        losses.append(float(metrics["loss"]))
-    return losses, parts, before, jax.device_get(parts.in_model_order(state.params))
+        history.append({name: float(x) for name, x in metrics.items()})
+    return history, parts, before, jax.device_get(parts.in_model_order(state.params))
 
 
 def noise(path, x):
@@ -122,24 +151,36 @@ def peft_model(config, folder, before):
     return wrapped
 
 
+def train_in_torch(config, model, loss_of, batches):
+    """Return the losses of `STEPS` steps of a model of PyTorch; `loss_of` a batch, before each."""
+    import torch
+
+    moving = [p for p in model.parameters() if p.requires_grad]
+    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
+                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
+    losses = []
+    for batch in itertools.islice(batches, STEPS):
+        loss = loss_of(batch)
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        losses.append(loss.item())
+    assert losses[0] != losses[-1]
+    return losses
+
+
 def train_with_peft(config, folder, before):
     """Train adapters with PEFT next to the model at `folder`: losses, and their tensors after."""
     wrapped = peft_model(config, folder, before)
     import peft
     import torch
 
-    moving = [p for p in wrapped.parameters() if p.requires_grad]
-    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
-                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
-    losses = []
-    for batch in itertools.islice(batches(), STEPS):
+    def loss_of(batch):
         logits = wrapped(torch.from_numpy(batch["tokens"]).long()).logits
         targets = torch.from_numpy(batch["targets"]).long()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    losses = train_in_torch(config, wrapped, loss_of, batches())
     return losses, {n: x.numpy() for n, x in peft.get_peft_model_state_dict(wrapped).items()}
 
 

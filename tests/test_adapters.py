@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_runs import (
+    MESHES,
     RATE,
     ROWS,
     SEQ,
@@ -87,23 +88,6 @@ def test_twenty_steps_equal_peft_in_pytorch(base_of, family):
     expected, end = train_with_peft(config, base_of(family), before)
     check_equal_to_peft(config, losses, after, expected, end)
     assert losses[0] - losses[-1] != 0
-
-
-MESHES = {
-    "fsdp=2,tp=2": {},
-    "pp=2,cp=2": {"microbatches": 4, "virtual": 2},
-    "fsdp=2,pp=2": {"microbatches": 2},
-    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
-    "dp=2,cp=2": {},
-    "dp=4": {},
-    "fsdp=4": {},
-    "tp=2": {},
-    "dp=2,fsdp=2,tp=2": {},
-    "cp=2,tp=2": {},
-    "fsdp=2,cp=2": {},
-    "pp=2": {"microbatches": 2},
-    "dp=2,fsdp=2,pp=2": {"microbatches": 2},
-}
 
 
 MESH_LORA = dict(ranks=["v_proj=3"], token_ids=[90, 3])  # on both devices of tp=2

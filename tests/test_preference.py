@@ -4,25 +4,23 @@ import dataclasses
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_runs import RATE, STEPS, adapter_run, peft_model
+from adapter_runs import MESHES, adapter_run, losses_of, peft_model, train_in_torch, train_on
 from commands import records, run_here
 from decoders import FAMILIES
 from hf_models import write_model
 from refusals import refused
 
 from jaxdist.config import RunConfig
-from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.types import Context, TokenHead, TokenLogps
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models.adapters import LoraConfig
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.objectives.preference import BASELINE, REFERENCE, Preference
-from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
 
 ROWS, SEQ, VOCAB = 16, 24, 96
@@ -140,38 +138,8 @@ def batches(kind):
         yield rows
 
 
-def train(config, steps=STEPS):
-    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
-    parts = assemble(config, jax.devices()[:number])
-    state, history = parts.init_state(), []
-    before = jax.device_get(parts.in_model_order(state.params))
-    before = jax.tree.map(np.array, before)  # the step donates them
-    for batch in itertools.islice(batches(config.objective.kind), steps):
-        placed = place_batch(batch, parts.step.batch_sharding)
-        state, metrics = parts.step.train(state, placed, np.inf)
-        history.append({name: float(x) for name, x in metrics.items()})
-    return history, before
-
-
-def losses_of(history):
-    return [metrics["loss"] for metrics in history]
-
-
-MESHES = {
-    "fsdp=2,tp=2": {},
-    "pp=2,cp=2": {"microbatches": 4},
-    "dp=2,cp=2": {"microbatches": 2},
-    "fsdp=2,pp=2": {"microbatches": 2},
-    "dp=4": {"microbatches": 2},
-    "fsdp=4": {},
-    "tp=2": {},
-    "dp=2,fsdp=2,tp=2": {},
-    "cp=2,tp=2": {},
-    "fsdp=2,cp=2": {},
-    "pp=2": {"microbatches": 4},
-    "pp=2,tp=2": {"microbatches": 4, "virtual": 2},
-    "dp=2,fsdp=2,pp=2": {"microbatches": 2},
-}
+def train(config):
+    return train_on(config, batches(config.objective.kind))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +159,7 @@ def alone(base):
     ],
 )
 def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
-    history, _ = train(config_of(base, kind, mesh, **MESHES[mesh]))
+    history = train(config_of(base, kind, mesh, **MESHES[mesh]))[0]
     expected = alone(kind)
     assert losses_of(expected)[0] - losses_of(expected)[-1] != 0
     for name in ("loss", "kl" if kind == "kto" else "reward_margin", "grad_norm"):
@@ -205,26 +173,53 @@ def test_a_mesh_learns_the_same_as_one_device(base, alone, mesh, kind):
 @pytest.mark.filterwarnings("ignore::Warning")
 @pytest.mark.parametrize("kind", ["dpo", "kto", pytest.param("ipo", marks=pytest.mark.product)])
 def test_twenty_steps_equal_trl_in_pytorch(base, tmp_path, kind):
-    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("torch", reason="needs the reference extra (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     trl = pytest.importorskip("trl", reason="needs the reference extra (trl)")
     datasets = pytest.importorskip("datasets", reason="needs the reference extra (trl)")
     config = config_of(base, kind)
-    history, before = train(config)
+    history, _, before, _ = train(config)
     wrapped = peft_model(config, base, before)
     trainer = trl_trainer(trl, transformers, datasets, wrapped, tmp_path, kind)
-    moving = [p for p in wrapped.parameters() if p.requires_grad]
-    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
-                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
-    expected = []
-    for batch in itertools.islice(batches(kind), STEPS):
-        loss = trainer.compute_loss(wrapped, trainer.data_collator(examples_of(batch, kind)))
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        expected.append(loss.item())
+    collate = lambda batch: trainer.data_collator(examples_of(batch, kind))
+    loss_of = lambda batch: trainer.compute_loss(wrapped, collate(batch))
+    expected = train_in_torch(config, wrapped, loss_of, batches(kind))
     np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
-    assert expected[0] != expected[-1]
+
+
+# TRL and transformers warn of what torch deprecates.
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("kind", ["orpo", pytest.param("simpo", marks=pytest.mark.product)])
+def test_twenty_steps_equal_experimental_trainers_of_trl(base, kind):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("trl", reason="needs the reference extra (trl)")
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    config = config_of(base, kind)
+    history, _, before, _ = train(config)
+    model = peft_model(config, base, before)
+    # The settings that TRL's losses read of their trainer.
+    trainer = SimpleNamespace(
+        beta=0.5, simpo_gamma=0.5, alpha=0.0, label_smoothing=0.0, loss_type="simpo",
+        accelerator=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+
+    def loss_of(batch):
+        tokens, labels = (torch.from_numpy(batch[name]).long() for name in ("tokens", "targets"))
+        labels[torch.from_numpy(batch["weights"]) == 0] = -100
+        # TRL's labels are tokens, and it shifts them.
+        labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
+        logits = model(tokens).logits
+        logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
+        means = CPOTrainer.get_batch_logps(logits, labels, average_log_prob=True)
+        pair = means[::2], means[1::2]
+        if kind == "simpo":
+            return CPOTrainer.cpo_loss(trainer, *pair)[0].mean()
+        return (-pair[0] - ORPOTrainer.odds_ratio_loss(trainer, *pair)[0]).mean()
+
+    expected = train_in_torch(config, model, loss_of, batches(kind))
+    np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
 
 
 def trl_trainer(trl, transformers, datasets, model, folder, kind):

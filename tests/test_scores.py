@@ -3,14 +3,20 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from adapter_runs import RATE, STEPS, adapter_run, peft_model, peft_tensors
+from adapter_runs import (
+    adapter_run,
+    losses_of,
+    peft_model,
+    peft_tensors,
+    train_in_torch,
+    train_on,
+)
 from commands import records, run_here
 from decoders import FAMILIES, VARIANTS
 from hf_models import write_model
@@ -21,7 +27,6 @@ from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.experts import make_experts
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.matmul.grouped import make_grouped_dot
-from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.types import Context
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models import build
@@ -34,7 +39,6 @@ from jaxdist.run.setup import assemble
 from jaxdist.settings import problems_of
 
 ROWS, SEQ, VOCAB = 16, 24, 96
-NAMES = ("loss", "grad_norm", "accuracy", "weight")
 SIZES = dict(num_layers=2, vocab_size=VOCAB, max_seq_len=SEQ)
 
 
@@ -70,17 +74,8 @@ def batches(labels):
         yield batch
 
 
-def train(config, steps=STEPS):
-    number = int(np.prod([int(part.split("=")[1]) for part in config.mesh.shape.split(",")]))
-    parts = assemble(config, jax.devices()[:number])
-    state, history = parts.init_state(), []
-    get = lambda params: jax.tree.map(np.array, jax.device_get(parts.in_model_order(params)))
-    before = get(state.params)  # the step donates them
-    for batch in itertools.islice(batches(config.num_labels), steps):
-        placed = place_batch(batch, parts.step.batch_sharding)
-        state, metrics = parts.step.train(state, placed, np.inf)
-        history.append({name: float(metrics[name]) for name in NAMES})
-    return history, before, get(state.params)
+def train(config):
+    return train_on(config, batches(config.num_labels))
 
 
 MESHES = {
@@ -114,24 +109,21 @@ def alone(bases):
 )
 def test_a_mesh_learns_the_same_as_one_device(bases, alone, mesh):
     changes = (MESHES | MORE_MESHES)[mesh]
-    history, _, _ = train(config_of(bases, mesh=mesh, **changes))
+    history = train(config_of(bases, mesh=mesh, **changes))[0]
     expected = alone(**{k: v for k, v in changes.items() if k != "microbatches"})
     assert expected[-1]["loss"] != expected[0]["loss"]
     assert expected[0]["weight"] == ROWS // (1 + (changes.get("labels", 1) == 1))
-    for name in NAMES[:3]:
+    for name in ("loss", "grad_norm", "accuracy"):
         values = ([metrics[name] for metrics in part] for part in (history, expected))
         np.testing.assert_allclose(*values, rtol=2e-5, atol=0, err_msg=name)
 
 
-def torch_losses(config, model, steps=STEPS):
-    """Train a classifier of transformers in PyTorch; pairs have the loss of TRL's RewardTrainer."""
+def torch_loss(config, model):
+    """Return batch -> loss of a classifier of transformers, or of pairs in TRL's RewardTrainer."""
     import torch
     from trl import RewardTrainer
     from trl.trainer.reward_trainer import DataCollatorForPreference
 
-    moving = [p for p in model.parameters() if p.requires_grad]
-    rule = torch.optim.AdamW(moving, RATE, betas=(config.optim.beta1, config.optim.beta2),
-                             eps=config.optim.eps, weight_decay=0.0)  # fmt: skip
     # What TRL's loss reads of its trainer.
     trainer = SimpleNamespace(
         model=model.eval(), args=SimpleNamespace(center_rewards_coefficient=None),
@@ -139,22 +131,19 @@ def torch_losses(config, model, steps=STEPS):
         _total_train_tokens=0,
         accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
     )  # fmt: skip
-    collate, losses = DataCollatorForPreference(pad_token_id=0), []
-    for batch in itertools.islice(batches(config.num_labels), steps):
+    collate = DataCollatorForPreference(pad_token_id=0)
+
+    def loss_of(batch):
         texts = [row[row > 0].tolist() for row in batch["tokens"]]
         if config.num_labels == 1:
             pairs = zip(texts[::2], texts[1::2], strict=True)
             inputs = collate([{"chosen_ids": a, "rejected_ids": b} for a, b in pairs])
-            loss = RewardTrainer.compute_loss(trainer, model, inputs)
-        else:
-            tokens = torch.from_numpy(batch["tokens"]).long()
-            labels = torch.from_numpy(batch["labels"]).long()
-            loss = model(tokens, attention_mask=tokens > 0, labels=labels).loss
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
-    return losses
+            return RewardTrainer.compute_loss(trainer, model, inputs)
+        tokens = torch.from_numpy(batch["tokens"]).long()
+        labels = torch.from_numpy(batch["labels"]).long()
+        return model(tokens, attention_mask=tokens > 0, labels=labels).loss
+
+    return loss_of
 
 
 # TRL and transformers warn of what torch deprecates.
@@ -165,7 +154,7 @@ def test_twenty_steps_equal_those_in_pytorch(bases, labels, lora):
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     pytest.importorskip("trl", reason="needs the reference extra (trl)")
     config = config_of(bases, labels, lora=lora)
-    history, before, after = train(config)
+    history, _, before, after = train(config)
     if lora:
         model = peft_model(config, bases / "dense", before)
     else:
@@ -175,9 +164,8 @@ def test_twenty_steps_equal_those_in_pytorch(bases, labels, lora):
         )  # fmt: skip
         with torch.no_grad():
             model.score.weight.copy_(torch.from_numpy(before["head"]["score"].T.copy()))
-    expected = torch_losses(config, model)
-    np.testing.assert_allclose([m["loss"] for m in history], expected, rtol=2e-5)
-    assert expected[0] != expected[-1]
+    expected = train_in_torch(config, model, torch_loss(config, model), batches(labels))
+    np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
     if lora:
         import peft
 
