@@ -76,22 +76,51 @@ def run(name: str, *arguments: object, cwd=None, timeout_s=300) -> subprocess.Co
     new one if a variable that jax reads at import differs.
     """
     words, env = command(name, *arguments), environment()
-    server, before = fork_server()
+    _, before = fork_server()
     read_by_jax = {n for n in {*env, *before} if n.startswith(("JAX_", "XLA_"))}
     if any(env.get(n) != before.get(n) for n in read_by_jax) or before.keys() - env.keys():
         return subprocess.run(
             words, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout_s
         )
-    with tempfile.TemporaryFile("w+") as out, tempfile.NamedTemporaryFile("r") as errors:
-        wrapped = ["-m", "forked_command", str(cwd or Path.cwd()), errors.name, *words[2:]]
-        process = server.start(wrapped, env, out.fileno())
-        code = server.code_of(process.pid, timeout_s)
-        out.seek(0)
-        output = out.read(), errors.read()
+    process = Fork(*words[2:], cwd=cwd)
+    output = process.communicate(timeout_s)
+    return subprocess.CompletedProcess(words, process.returncode, *output)
+
+
+class Fork:
+    """`python -m MODULE ...` or `python -c CODE ...` as a fork of `fork_server`, without imports.
+
+    It has the methods of `subprocess.Popen` that tests use. Its output goes to files.
+    """
+
+    def __init__(self, *words: object, cwd=None, **environ: str):
+        self._server, _ = fork_server()
+        out, errors = tempfile.TemporaryFile("w+"), tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+        self._files = out, errors
+        command = ["-m", "forked_command", cwd or Path.cwd(), errors.name, *words]
+        env = {**environment(), **environ}
+        self.pid = self._server.start([*map(str, command)], env, out.fileno()).pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._server.code_of(self.pid)
+
+    poll = lambda self: self.returncode
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Return the output and the errors after the end; kill it and raise after `timeout` s."""
+        code = self._server.code_of(self.pid, timeout)
         if code is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"{name} after {timeout_s} s: {output}")
-    return subprocess.CompletedProcess(words, code, *output)
+            self.kill()
+        self._files[0].seek(0)
+        out, errors = (file.read() for file in self._files)
+        if code is None:
+            raise TimeoutError(f"after {timeout} s: {out}{errors}")
+        return out, errors
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def run_here(name: str, *arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""Run `python -m MODULE ...` in a fork: python -m forked_command FOLDER ERRORS MODULE ..."""
+"""Run a command in a fork: python -m forked_command FOLDER ERRORS (MODULE | -c CODE) ..."""
 
 import os
 import runpy
@@ -8,4 +8,7 @@ folder, errors, *sys.argv = sys.argv[1:]
 os.chdir(folder)
 sys.path[0] = folder
 os.dup2(os.open(errors, os.O_WRONLY), 2)
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+if sys.argv[0] == "-c":
+    exec(sys.argv.pop(1), {"__name__": "__main__"})
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,12 +1,10 @@
 """Checks of runs and operations for any object store of `object_servers`."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment, run_here
+from commands import Fork, run_here
 from object_servers import SECRET
 from refusals import missing
 
@@ -103,14 +101,9 @@ def kill_and_resume(url: str, tmp_path) -> None:
     """Kill a run while it uploads a checkpoint, and check that it resumes bit-identically."""
     program = {"__name__": "in this process"}
     exec(RUN, program)
-    killed = subprocess.run(
-        [sys.executable, "-c", RUN, url],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    killed = Fork("-c", RUN, url)
+    _, errors = killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL, errors[-3000:]
     checkpoints = locate(url) / "checkpoints"
     complete = manifest.steps_in(checkpoints)
     uploaded = {name for name in checkpoints.entries() if name.isdecimal()}

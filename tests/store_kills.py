@@ -1,16 +1,13 @@
 """Run with checkpoints on an object store, killed at named points."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from checkpoint_worker import DEFAULTS
-from commands import ROOT, environment
+from commands import Fork
 
-WORKER = ROOT / "tests" / "checkpoint_worker.py"
 EVERY = 4
 BEFORE_TRAINING = ("lock_taken", "during_restore", "during_mark")
 """Points in the startup of a run; all others are in a save."""
@@ -51,9 +48,9 @@ def kill_at(url: str, folder: Path, points: Sequence[str], *, async_save: bool) 
 
 def run(settings: dict, starts: list) -> None:
     """Run the starts one after another, each in a fork of one process."""
-    command = [sys.executable, str(WORKER), json.dumps(settings), json.dumps(starts)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = Fork("checkpoint_worker", json.dumps(settings), json.dumps(starts))
+    _, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors[-3000:]
 
 
 def read(path: Path) -> list[dict]:

@@ -6,21 +6,18 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from checkpoint_worker import DEFAULTS
-from commands import environment, free_port
+from commands import Fork, free_port
 from refusals import missing
 from store_kills import losses
 
 from jaxdist.checkpoint.crash_points import POINTS
 
 HOST = socket.gethostname()
-WORKER = str(Path(__file__).with_name("checkpoint_worker.py"))
 
 
 class Run:
@@ -33,16 +30,11 @@ class Run:
         named = {"directory": str(self.directory), "out": str(self.out)}
         self.settings = {**DEFAULTS, **named, **settings}
 
-    def start(self, **changes) -> list[subprocess.Popen]:
+    def start(self, **changes) -> list[Fork]:
         settings = {**self.settings, **changes}
         settings["port"] = free_port()
         return [
-            subprocess.Popen(
-                [sys.executable, WORKER, json.dumps({**settings, "process": process})],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            Fork("checkpoint_worker", json.dumps({**settings, "process": process}))
             for process in range(settings["processes"])
         ]
 
@@ -91,9 +83,9 @@ def test_kill_at_any_named_point_leaves_complete_checkpoints_and_resumes_bit_ide
     }
     starts = [["", {"steps": 8}], *[[point, {"steps": 100}] for point in CRASHES]]
     starts += [["", {"steps": 16}], ["", {"steps": 16, **alone}]]
-    command = [sys.executable, WORKER, json.dumps(run.settings), json.dumps(starts)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = Fork("checkpoint_worker", json.dumps(run.settings), json.dumps(starts))
+    _, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors[-3000:]
 
     children, began, records = {}, None, run.records()
     for record in records:
@@ -103,7 +95,7 @@ def test_kill_at_any_named_point_leaves_complete_checkpoints_and_resumes_bit_ide
             began = None
     for point, start in CRASHES.items():
         record, began = children[point]
-        assert record["killed"] and record["status"] == signal.SIGKILL, (point, done.stderr[-3000:])
+        assert record["killed"] and record["status"] == signal.SIGKILL, (point, errors[-3000:])
         assert began == start, point
         corrupt = {"12"} if point == "during_mark" else set()
         assert {step for step, is_intact in record["left"].items() if not is_intact} == corrupt, (

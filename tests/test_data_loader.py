@@ -3,17 +3,14 @@
 import hashlib
 import itertools
 import json
-import os
-import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import free_port
+from commands import Fork, free_port
 from data_cases import (
     CASES,
     MESHES,
@@ -439,19 +436,9 @@ def rows(*, seq_len, seed, shard_index, num_shards):
 def run_two_processes(folder, sources):
     (folder / "two_streams.py").write_text(STREAMS)
     port = free_port()
-    environment = dict(os.environ, PYTHONPATH=f"{Path(__file__).parent.parent}:{folder}")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(port), str(i), str(source)], cwd=folder,
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for i, source in enumerate(sources)
-    ]  # fmt: skip
-    try:
-        return [p.communicate(timeout=180)[0] for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    words = ([port, i, source] for i, source in enumerate(sources))
+    processes = [Fork("-c", WORKER, *each, cwd=folder) for each in words]
+    return ["".join(process.communicate(timeout=180)) for process in processes]
 
 
 @pytest.mark.slow

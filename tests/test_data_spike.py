@@ -1,14 +1,12 @@
 """`jaxdist data spike` finds the rows behind a loss, on any mesh, with each row's own loss."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import environment, run_here
+from commands import Fork, run_here
 from hub_server import hub_in_use
 from refusals import refused
 
@@ -179,10 +177,10 @@ def test_rows_of_a_stream_name_their_file(tmp_path, monkeypatch, capsys):
 
 def test_command_runs_as_typed(spike):
     """`data` is a folder below `run`, so the command is in `tools`."""
-    typed = [sys.executable, "-m", "jaxdist", "data", "spike", "run", "41", "--json", "--top=1"]
-    done = subprocess.run(typed, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["rows"]) == 1
+    typed = Fork("jaxdist", "data", "spike", "run", "41", "--json", "--top=1")
+    out, errors = typed.communicate(timeout=200)
+    assert typed.returncode == 0, errors
+    assert len(json.loads(out)["rows"]) == 1
     with refused("data spike", "-m jaxdist.spike"):
         data.main(["spike", "run", "41"])
 

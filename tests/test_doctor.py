@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment, free_port, run
+from commands import ROOT, Fork, environment, free_port, run
 from refusals import missing
 
 from jaxdist.models.weights import num_params
@@ -275,13 +275,7 @@ def processes(tmp_path: Path, *, shared: bool, **environ: str):
         folder.mkdir(exist_ok=True)
         words = ["--simulate", "2", "--mesh", "dp=2,tp=2", "--run-dir", str(folder), "--json"]
         flags = ["--coordinator-address", address, "--num-processes", "2", "--process-id", str(i)]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "jaxdist.doctor", *words, *flags, "--disk_mib=1"],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env={**environment(), **environ},
-            )
-        )  # fmt: skip
+        started.append(Fork("jaxdist.doctor", *words, *flags, "--disk_mib=1", **environ))
     outputs = [process.communicate(timeout=120) for process in started]
     assert outputs[1][0].strip() == ""  # process 0 reports for all
     return [p.returncode for p in started], json.loads(outputs[0][0]), outputs

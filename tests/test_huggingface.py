@@ -3,15 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import environment, free_port
+from commands import Fork, free_port
 from decoders import FAMILIES, VARIANTS
 from hf_models import write_model
 from refusals import missing, refused
@@ -277,18 +273,11 @@ os._exit(0)
 def two_processes(folders, config, mesh: str) -> list[dict]:
     port = free_port()
     sizes = dataclasses.asdict(config)
-    tests = str(Path(__file__).parent)
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join([tests, env["PYTHONPATH"]])
-    started = []
-    for process, folder in enumerate(folders):
-        settings = {"port": port, "process": process, "folder": str(folder), "sizes": sizes}
-        words = [sys.executable, "-c", WORKER, json.dumps({**settings, "mesh": mesh})]
-        started.append(
-            subprocess.Popen(
-                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-            )
-        )
+    common = {"port": port, "sizes": sizes, "mesh": mesh}
+    started = [
+        Fork("-c", WORKER, json.dumps({**common, "process": process, "folder": str(folder)}))
+        for process, folder in enumerate(folders)
+    ]
     outputs = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]

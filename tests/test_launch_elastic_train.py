@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, run
 from launched_job import workers_of
 
 STEPS = 400
@@ -120,8 +120,8 @@ def test_a_job_shrinks_to_one_host_and_grows_again_with_the_same_batches(tmp_pat
 
     reference = tmp_path / "reference"
     flags = [f"--run-dir={reference}", "--simulate=1", "--mesh=dp=1", *TRAIN]
-    done = subprocess.run([sys.executable, "-m", "jaxdist.train", *flags], cwd=ROOT, timeout=300)
-    assert done.returncode == 0
+    done = run("train", *flags)
+    assert done.returncode == 0, done.stderr
     expected, losses_of_run = losses(reference), losses(run_dir)
     assert sorted(losses_of_run) == sorted(expected) == list(range(1, STEPS + 1))
     assert losses_of_run == {step: pytest.approx(loss, rel=2e-5) for step, loss in expected.items()}

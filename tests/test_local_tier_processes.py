@@ -2,15 +2,11 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import Fork
 from refusals import missing
-
-WORKER = str(Path(__file__).with_name("local_tier_worker.py"))
 
 pytestmark = pytest.mark.slow
 
@@ -19,11 +15,9 @@ def run_plan(folder: Path, plan: list[dict]) -> list[list[dict]]:
     """Run the plan; return the records of each start."""
     folder.mkdir()
     settings = json.dumps({"folder": str(folder), "plan": plan})
-    done = subprocess.run(
-        [sys.executable, WORKER, settings],
-        env=environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = Fork("local_tier_worker", settings)
+    _, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors[-3000:]
     finished, records = [], (folder / "records.jsonl").read_text().splitlines()
     starts = [[]]
     for record in map(json.loads, records):
@@ -34,7 +28,7 @@ def run_plan(folder: Path, plan: list[dict]) -> list[list[dict]]:
     for start, planned in zip(finished, plan, strict=True):
         ended = start[-1]
         assert all(ended["killed"]) if planned.get("kill") else not any(ended["ended"]), (
-            planned, ended, done.stderr[-3000:],
+            planned, ended, errors[-3000:],
         )  # fmt: skip
     return finished
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import command, environment, run, tiny
+from commands import Fork, run, tiny
 from jax.profiler import ProfileData
 from refusals import missing
 
@@ -157,19 +156,16 @@ def test_planned_trace_is_in_run_directory_and_summary(tmp_path):
 @pytest.mark.slow
 def test_sigusr2_traces_a_live_run_that_completes(tmp_path):
     flags = tiny("--steps=400", "--simulate=2")
-    process = subprocess.Popen(
-        command("train", *flags, "--run-dir", tmp_path / "run"),
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
-    )  # fmt: skip
+    process = Fork("jaxdist.train", *flags, "--run-dir", tmp_path / "run", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
         if metrics.exists() and '"step": 4' in metrics.read_text():
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGUSR2)
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out.decode()
+    os.kill(process.pid, signal.SIGUSR2)
+    output = process.communicate(timeout=200)
+    assert process.returncode == 0, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["exit_reason"] == "finished"
     (trace,) = summary["profiles"]

@@ -5,14 +5,13 @@ import json
 import logging
 import re
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
 
 import jax.numpy as jnp
 import pytest
-from commands import ROOT, command, environment, free_port, tiny
+from commands import ROOT, Fork, free_port, tiny
 from monitored import header
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -202,10 +201,7 @@ def test_units_are_those_of_prometheus():
 def test_a_training_run_is_scraped_while_it_runs(tmp_path):
     port = free_port()
     flags = tiny("--simulate=2", "--steps=400", f"--monitoring.prometheus=127.0.0.1:{port}")
-    process = subprocess.Popen(
-        command("train", *flags, "--run-dir", tmp_path / "run"),
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
-    )  # fmt: skip
+    process = Fork("jaxdist.train", *flags, "--run-dir", tmp_path / "run", cwd=tmp_path)
     seen: list[float] = []
     until = time.monotonic() + 120
     try:
@@ -215,5 +211,4 @@ def test_a_training_run_is_scraped_while_it_runs(tmp_path):
             time.sleep(0.1)
     finally:
         process.kill()
-        process.wait()
     assert len(set(seen)) >= 3 and seen == sorted(seen)

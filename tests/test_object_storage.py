@@ -9,7 +9,6 @@ import pickle
 import re
 import shlex
 import subprocess
-import sys
 import time
 import tomllib
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import object_servers
 import pytest
-from commands import ROOT, TINY, environment, run_here
+from commands import ROOT, TINY, run, run_here
 from data_cases import cache, write_source  # noqa: F401
 from decoders import FAMILIES
 from hf_models import write_model, write_tokenizer
@@ -416,13 +415,7 @@ def test_commands_of_the_storage_page_run_as_printed(server):
     for line in lines:
         words = shlex.split(line.replace("BUCKET", "bucket"))
         smaller = ["--steps=2", *TINY] if "jaxdist.train" in words else []
-        done = subprocess.run(
-            [sys.executable, *words[1:], *smaller],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
+        done = run(words[2].removeprefix("jaxdist."), *words[3:], *smaller, cwd=ROOT)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert manifest.steps_in(locate("s3://bucket/runs/NAME") / "checkpoints") == [2]
 

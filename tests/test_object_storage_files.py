@@ -4,15 +4,13 @@ import dataclasses
 import gzip
 import json
 import re
-import subprocess
-import sys
 import threading
 
 import object_servers
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import TINY, environment, run_here, tiny
+from commands import TINY, Fork, run_here, tiny
 from data_cases import cache  # noqa: F401
 from hf_models import CHATML, write_tokenizer
 from object_runs import upload
@@ -275,18 +273,13 @@ def test_hanging_store_does_not_prevent_process_exit(server, monkeypatch, tmp_pa
 
     with object_servers.passing_on(server, answer) as way:
         monkeypatch.setenv("AWS_ENDPOINT_URL", way)
-        done = subprocess.run(
-            [sys.executable, "-c", ENDS, str(hangs)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = Fork("-c", ENDS, hangs)
+        out, errors = done.communicate(timeout=200)
         over.set()
-    assert done.returncode == 75, done.stderr
-    assert missing(done.stdout, "late s3://bucket/ends/a b'lost'") == []
+    assert done.returncode == 75, errors
+    assert missing(out, "late s3://bucket/ends/a b'lost'") == []
     waits = ["releasing the lock of s3://bucket/ends", "are lost", "reader_0"]
-    assert missing(done.stderr, *waits) == []
+    assert missing(errors, *waits) == []
 
 
 @pytest.fixture

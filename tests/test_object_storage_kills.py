@@ -1,10 +1,9 @@
 """Kill real processes whose checkpoints are on an S3 server over HTTP; see `store_kills`."""
 
 import signal
-import subprocess
 
 import pytest
-from commands import TINY, command, environment, free_port
+from commands import TINY, Fork, free_port
 from store_kills import kill_at
 
 from jaxdist.checkpoint import manifest
@@ -53,14 +52,8 @@ def train_with_two_processes(run_dir, **process_0) -> tuple[list[int], list[str]
     flags += [f"--runtime.coordinator_address=127.0.0.1:{free_port()}"]
     flags += ["--runtime.num_processes=2", "--runtime.heartbeat_timeout_s=10"]
     processes = [
-        subprocess.Popen(
-            [*command("train", *flags), f"--runtime.process_id={index}"],
-            env={**environment(), **(process_0 if index == 0 else {})},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
+        Fork("jaxdist.train", *flags, f"--runtime.process_id={index}", **more)
+        for index, more in enumerate((process_0, {}))
     ]
     errors = [process.communicate(timeout=180)[1][-3000:] for process in processes]
     return [process.returncode for process in processes], errors

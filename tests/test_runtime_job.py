@@ -1,17 +1,13 @@
 """Real processes with gloo collectives: they join, agree, reject together, and end together."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from commands import free_port
+from commands import Fork, free_port
 from refusals import missing
 
-from jaxdist.runtime import NOTICES
 from jaxdist.runtime.rendezvous import RendezvousError
 
 HEADER = """
@@ -48,15 +44,10 @@ class Processes:
         code += "\n\nruntime.run_command(main)\n"
         address = f"127.0.0.1:{free_port()}"
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                # Like the launcher: send a signal only after Python has installed a handler.
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES),
-                env={
-                    **os.environ,
+            Fork(
+                "-c",
+                code,
+                **{
                     "JAXDIST_COORDINATOR_ADDRESS": address,
                     "JAXDIST_NUM_PROCESSES": str(num_processes),
                     "JAXDIST_PROCESS_ID": str(i),
@@ -230,11 +221,12 @@ def test_port_in_use_is_refused_and_named():
             "runtime.join(RuntimeConfig(join_timeout_s=2))",
             JAXDIST_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
         )
-        code = processes.processes[0].wait(60)
+        _, errors = processes.processes[0].communicate(60)
         for process in processes.processes:
             process.kill()
-        assert code == 1  # the previous attempt may still be ending: a retry makes sense
-        assert f"coordinator port {port}" in processes.processes[0].stderr.read()
+        # The previous attempt may still be ending: a retry makes sense.
+        assert processes.processes[0].returncode == 1
+        assert f"coordinator port {port}" in errors
 
 
 def test_process_that_never_joins_is_named_by_the_waiting_one():
@@ -244,11 +236,11 @@ def test_process_that_never_joins_is_named_by_the_waiting_one():
         runtime.join(RuntimeConfig(join_timeout_s=2))
         """)
     try:
-        assert processes.processes[0].wait(60) == 1
+        _, err = processes.processes[0].communicate(60)
     finally:
         for process in processes.processes:
             process.kill()
-    err = processes.processes[0].stderr.read()
+    assert processes.processes[0].returncode == 1
     facts = "RendezvousError: process 1 of 2", "127.0.0.1:", f"to do:   {RendezvousError.advice}"
     assert missing(err, *facts) == []
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from commands import ROOT, command, environment, losses, records, run, run_here, tiny
+from commands import ROOT, Fork, losses, records, run, run_here, tiny
 from refusals import refused
 
 from jaxdist import runtime
@@ -115,23 +116,17 @@ def test_local_saves_are_between_regular_ones_and_end_with_the_run(finished):
 
 def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, tmp_path):
     run_dir = tmp_path / "run"
-    start = command("train", *JOB, "--run-dir", run_dir)
-    process = subprocess.Popen(
-        ["env", "--default-signal=INT", *start],  # background processes ignore Ctrl-C
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = Fork("jaxdist.train", *JOB, "--run-dir", run_dir)
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and '"step": 3' in metrics.read_text():
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, out.decode()
-    (then,) = [line for line in out.decode().splitlines() if line.startswith("next ")]
+    os.kill(process.pid, signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, out + errors
+    (then,) = [line for line in out.splitlines() if line.startswith("next ")]
     words = shlex.split(then)[1:]
     assert words[:3] == [shell_python(), "-m", "jaxdist.train"]
     again = run("train", *words[3:])
@@ -149,17 +144,12 @@ def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, t
 @pytest.mark.slow
 def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command("train", *JOB, "--run-dir", run_dir),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Fork("jaxdist.train", *JOB, "--run-dir", run_dir)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (run_dir / "checkpoints/4/manifest.json").exists():
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.communicate(60)
     assert run_here("train", *HERE, "--run-dir", run_dir) == 0
     assert losses(run_dir) == losses(finished[0])
 
