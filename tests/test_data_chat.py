@@ -60,6 +60,11 @@ def chats(tmp_path):
     return write_lines(tmp_path / "chats.jsonl", [conversation(talk) for talk in TALKS])
 
 
+def opened(path, seq_len=24, records="chat", **settings):
+    config = DataConfig(sources=[str(path)], records=records, eval_fraction=0.0, **settings)
+    return open_datasets(config, seq_len=seq_len)[0]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
@@ -225,10 +230,7 @@ def completions(count=60, seed=0) -> list[dict]:
 def test_rows_weight_only_answers_and_separate_records(tmp_path, packing):
     records = completions()
     path = write_lines(tmp_path / "pairs.jsonl", records)
-    config = DataConfig(
-        sources=[str(path)], records="completion", packing=packing, eval_fraction=0.0
-    )
-    train, _ = open_datasets(config, seq_len=16)
+    train = opened(path, 16, "completion", packing=packing)
     text, weights, ends = expected_stream(records)
     record_of = np.searchsorted(ends, np.arange(len(text)), side="right")
     rows = train.rows(np.arange(train.num_rows))
@@ -269,8 +271,7 @@ def test_pieces_without_an_answer_are_dropped(tmp_path, caplog):
     caplog.set_level("INFO", logger="jaxdist")
     records = [{"prompt": "p" * 80, "completion": "c"}, {"prompt": "", "completion": "d" * 7}]
     path = write_lines(tmp_path / "pairs.jsonl", records)
-    config = DataConfig(sources=[str(path)], records="completion", eval_fraction=0.0)
-    train, _ = open_datasets(config, seq_len=16)
+    train = opened(path, 16, "completion")
     rows = train.rows(np.arange(train.num_rows))
     assert (rows["weights"].sum(1) > 0).all()
     assert rows["weights"].sum() == 2 + 7
@@ -304,11 +305,8 @@ def test_corpus_folder_of_the_command_has_the_same_rows(chats, folder, tmp_path)
     tokenizer = str(path / "tokenizer.json")
     out = tmp_path / "tokens"
     assert main([str(chats), "--out", str(out), "--records", "chat", "--tokenizer", tokenizer]) == 0
-    settings = {"eval_fraction": 0.0, "tokenizer": tokenizer}
-    read, _ = open_datasets(
-        DataConfig(sources=[str(chats)], records="chat", **settings), seq_len=24
-    )
-    stored, _ = open_datasets(DataConfig(sources=[str(out)], **settings), seq_len=24)
+    read = opened(chats, tokenizer=tokenizer)
+    stored = opened(out, records=DataConfig().records, tokenizer=tokenizer)
     assert stored.fingerprint == read.fingerprint
     everything = np.arange(read.num_rows)
     for name, values in read.rows(everything).items():
@@ -318,10 +316,7 @@ def test_corpus_folder_of_the_command_has_the_same_rows(chats, folder, tmp_path)
     assert DataConfig(sources=[str(chats)], records="chat").packs_documents
     assert not DataConfig().packs_documents
     # Another template is another corpus, also in the cache.
-    plain, _ = open_datasets(
-        DataConfig(sources=[str(chats)], records="chat", chat_template="plain", **settings),
-        seq_len=24,
-    )
+    plain = opened(chats, tokenizer=tokenizer, chat_template="plain")
     assert plain.fingerprint != read.fingerprint
 
 
@@ -356,13 +351,7 @@ def test_parquet_rows_are_read_as_records(chats, tmp_path):
 
     rows = [conversation(talk)["messages"] for talk in TALKS]
     pa.parquet.write_table(pa.table({"messages": rows}), tmp_path / "chats.parquet")
-    opened = [
-        open_datasets(
-            DataConfig(sources=[str(path)], records="chat", eval_fraction=0.0), seq_len=24
-        )[0]
-        for path in (chats, tmp_path / "chats.parquet")
-    ]
-    assert opened[0].fingerprint == opened[1].fingerprint
+    assert opened(chats).fingerprint == opened(tmp_path / "chats.parquet").fingerprint
 
 
 def test_unknown_columns_are_rejected_and_metadata_is_ignored(tmp_path):
@@ -371,13 +360,12 @@ def test_unknown_columns_are_rejected_and_metadata_is_ignored(tmp_path):
 
     path = tmp_path / "pairs.parquet"
     table = {"prompt": ["a", "b"], "completion": ["c", "d"], "id": [1, 2], "weight": [1.0, None]}
-    settings = {"sources": [str(path)], "records": "completion", "eval_fraction": 0.0}
     pa.parquet.write_table(pa.table(table), path)
-    rows, _ = open_datasets(DataConfig(**settings), seq_len=4)
+    rows = opened(path, 4, "completion")
     assert rows.parts[0].corpus.num_documents == 2
     pa.parquet.write_table(pa.table({**table, "context": ["", "c"]}), path)
     with refused("pairs.parquet:2 ", "context"):
-        open_datasets(DataConfig(**settings), seq_len=4)
+        opened(path, 4, "completion")
 
 
 ASK = {"role": "user", "content": "a"}
@@ -423,7 +411,7 @@ def test_bad_record_is_reported_with_file_and_line(tmp_path, records, case):
     good |= {"source": "web", "_id": 7, "Cached": False, "weight": 1, "tools": None, "system": ""}
     path = write_lines(tmp_path / "a.jsonl", [good, good, bad])
     with refused("a.jsonl:3 ", *facts):
-        open_datasets(DataConfig(sources=[str(path)], records=records), seq_len=4)
+        opened(path, 4, records)
 
 
 def test_template_that_rejects_or_drops_an_answer_is_reported(folder, tmp_path):
@@ -437,14 +425,8 @@ def test_template_that_rejects_or_drops_an_answer_is_reported(folder, tmp_path):
         template = tmp_path / "chat_template.jinja"
         template.write_text(source)
         chats = write_lines(tmp_path / "chats.jsonl", [conversation(TALKS[0])])
-        config = DataConfig(
-            sources=[str(chats)],
-            records="chat",
-            tokenizer=str(folder / "tokenizer.json"),
-            chat_template=str(template),
-        )
         with refused(*facts):
-            open_datasets(config, seq_len=8)
+            opened(chats, tokenizer=str(folder / "tokenizer.json"), chat_template=str(template))
 
 
 def test_settings_incompatible_with_records_are_rejected(tmp_path, chats):
