@@ -7,7 +7,7 @@ import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 
-SAVES = 6
+SAVES = 3
 STATE = {"params": {f"w{i}": jnp.ones((4, 4)) for i in range(12)}}
 
 

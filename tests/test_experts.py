@@ -114,14 +114,11 @@ CASES = [
 ]
 
 
-NUM_FAST = 4
-
-
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES[1:NUM_FAST],
-        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[:1] + CASES[NUM_FAST:]),
+        *CASES[2:4],
+        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[:2] + CASES[4:]),
     ],
     ids=str,
 )

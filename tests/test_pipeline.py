@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
 import pipeline_parity
 import pytest
+from commands import Fork
 from pipeline_parity import FAST_COMPILE, Case, compare, lowered
 
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
@@ -23,10 +21,11 @@ from jaxdist.settings import problems_of
 # The project's contract for float32 across meshes: only the order of sums differs.
 LOSS, GRADIENT = 1e-6, 1e-5
 
+DEPTHS = Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2")
 FAST = [
     pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
     pytest.param(Case(mesh="pp=4,dp=2", family="gpt2"), marks=pytest.mark.product),
-    Case(mesh="pp=2,tp=2", virtual=2, layers=5, depths="1.2.2.0", family="gpt2"),
+    pytest.param(DEPTHS, marks=pytest.mark.product),  # `test_pipeline_run` trains it for 20 steps
 ]
 SLOW = [
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
@@ -67,17 +66,10 @@ def test_gradients_match_one_device(case):
 def test_gradients_match_one_device_on_64_devices():
     """Every axis at once, on the largest mesh that the design names."""
     cases = ["pp=4,dp=2,fsdp=2,tp=4;rows=32;virtual=2;layers=8"]
-    script = Path(pipeline_parity.__file__)
-    run = subprocess.run(
-        [sys.executable, str(script), "64", *cases],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=script.parent.parent,
-        env={"PYTHONPATH": str(script.parent.parent), "PATH": ""},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    differences = [json.loads(line) for line in run.stdout.splitlines()]
+    run = Fork("pipeline_parity", 64, *cases)
+    out, errors = run.communicate(timeout=1800)
+    assert run.returncode == 0, errors[-3000:]
+    differences = [json.loads(line) for line in out.splitlines()]
     assert len(differences) == len(cases)
     for difference in differences:
         name = difference.pop("case")

@@ -39,20 +39,12 @@ def digest_in(text: str) -> str:
     return digest
 
 
-def test_every_command_prints_the_same_digest(tmp_path, capsys):
-    run = str(tmp_path / "run")
-    flags = ["--train.steps=2", "--eval.final-max-batches=1", f"--run-dir={run}"]
+def test_audit_prints_the_digest_of_training(tmp_path, capsys):
+    flags = ["--train.steps=1", "--eval.final-max-batches=1", f"--run-dir={tmp_path / 'run'}"]
     assert train.main([*SMALL, *flags]) == 0
     digest = digest_in(capsys.readouterr().out)
-    assert evaluate.main([run, "--mesh=dp=8", "--json", "--max-batches=1"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_plan"] == digest
-    assert generate.main([run, "--mesh=dp=8", "--prompt=a", "--max-new-tokens=1"]) == 0
-    assert digest_in(capsys.readouterr().err) == digest
     assert audit.main([*SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_plan"] == digest
-    assert train.main([*SMALL, *flags[:2], f"--replay={run}:2"]) == 0
-    captured = capsys.readouterr()
-    assert digest_in(captured.out + captured.err) == digest
 
 
 def test_every_command_prints_the_digest_of_the_cost_based_remat(tmp_path, capsys, monkeypatch):
