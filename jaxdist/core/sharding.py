@@ -154,18 +154,17 @@ class Layout:
 
     def gather_specs(self, dims: Any) -> Any:
         """Return `param_specs` with only the axes over which a parameter is gathered before use."""
-        rules = {**axes.rules(), **self.rules}
+        return jax.tree.map(self.gather_spec, dims)
 
-        def leaf(dims: Dims) -> P:
-            own = {rules.get(name) for name in dims if name}
-            gathered = (
-                axis.name
-                for axis in axes.AXES
-                if axis.weights != "split" or (axis.joins_fsdp and axis.name not in own)
-            )
-            return spec_over(self.param_specs(dims), tuple(gathered))
-
-        return jax.tree.map(leaf, dims)
+    def gather_spec(self, dims: Dims) -> P:
+        """Return `gather_specs` of one array."""
+        own = {self._rules.get(name) for name in dims if name}
+        gathered = (
+            axis.name
+            for axis in axes.AXES
+            if axis.weights != "split" or (axis.joins_fsdp and axis.name not in own)
+        )
+        return spec_over(self._spec(dims, self.zero == 3), tuple(gathered))
 
     def moment_specs(self, dims: Any) -> Any:
         """Return specs of optimizer moments and of the update, for `dims` as in `param_specs`."""
@@ -218,19 +217,25 @@ class Layout:
     def _specs(self, tree: Any, *, with_zero: bool) -> Any:
         return jax.tree.map(lambda dims: self._spec(dims, with_zero), tree)
 
+    @functools.cached_property
+    def _rules(self) -> dict[str, str | None]:
+        return {**axes.rules(), **self.rules}
+
+    @functools.cached_property
+    def _used(self) -> dict[str, Axis]:
+        return {axis.name: axis for axis in self.mesh_spec.used}
+
     def _spec(self, dims: Dims, with_zero: bool) -> P:
-        rules = {**axes.rules(), **self.rules}
+        rules, used = self._rules, self._used
         _check_collisions(dims, rules)
         is_vector = sum(name != "layers" for name in dims) < 2
-        by_name = axes.by_name()
-        used = {axis.name for axis in self.mesh_spec.used}
         own = {rules.get(name) for name in dims if name}
         joining = tuple(a for a in axes.joining_fsdp(int(with_zero)) if a not in own)
         entries: list[Any] = []
         for name in dims:
             axis = rules.get(name) if name else None
             group: tuple[str, ...] = () if axis is None else (axis,)
-            if axis is not None and by_name[axis].weights == "gathered":
+            if axis is not None and axes.by_name()[axis].weights == "gathered":
                 group = () if is_vector else group + joining
             here = tuple(a for a in group if a in used)
             entries.append(here if len(here) > 1 else here[0] if here else None)

@@ -206,7 +206,7 @@ def plan_step(
     remat, reasons["remat"] = _choose_remat(train.remat, remat, platform)
     gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
     layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
-    gathers = any(axes_of(layout.gather_specs(dims)) for dims in layers)  # ends at the first
+    gathers = any(axes_of(layout.gather_spec(dims)) for dims in layers)  # ends at the first
     virtual = pipeline.num_virtual_stages if has_stages else 1
     split = LayerSplit.of(model.num_layers, layout.size(PIPELINE), virtual, layout.stage_depths)
     per_body, reasons["layers_per_body"] = layers_of_a_body(

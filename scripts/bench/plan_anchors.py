@@ -213,9 +213,10 @@ def _summary(sections: dict[str, list[Result]]) -> list[str]:
         "| rows | number | within 15 % | median of \\|error\\| | largest | kernel not named |",
         "|---|---|---|---|---|---|",
     ]
+    without = {id(row): measure(_unnamed(row))[2] for row, *_ in sections["All"]}
     for title, section in sections.items():
         errors = [error for *_, error in section]
-        unnamed = [measure(_unnamed(row))[2] for row, *_ in section]
+        unnamed = [without[id(row)] for row, *_ in section]
         lines.append(
             f"| {title} | {len(section)} | {_within(errors)} | "
             f"{percent(statistics.median(map(abs, errors)))} | {percent(max(map(abs, errors)))} | "

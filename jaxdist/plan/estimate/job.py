@@ -133,6 +133,15 @@ class Job:
         """Return the job with changed settings in one section."""
         return dataclasses.replace(self, config=with_section(self.config, section, **changes))
 
+    def with_microbatches(self, count: int) -> Job:
+        """Return the job with another number of microbatches, which shares all other decisions."""
+        job = self.changed("train", num_microbatches=count)
+        plan = dataclasses.replace(self.plan, num_microbatches=count)
+        own = {*vars(job), "plan", "stages", "teacher"}
+        shared = {name: value for name, value in vars(self).items() if name not in own}
+        vars(job).update(shared, plan=plan)
+        return job
+
     @functools.cached_property
     def teacher(self) -> Job | None:
         """The frozen teacher of distillation on the same mesh; None if there is none."""

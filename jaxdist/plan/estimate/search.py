@@ -240,13 +240,12 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
         if variant.spec[PIPELINE] > 1:
             # Enough to keep stages busy; more reduce the bubble without enlarging the stash.
             counts = [n for n in counts if n >= 4 * variant.spec[PIPELINE]] or counts[-1:]
-        jobs = [variant.changed("train", num_microbatches=count) for count in counts]
         if best is not None and variant.spec[PIPELINE] == 1:
             # More microbatches are slower still: the memory of a slower one does not matter.
-            fastest = _weighted_time(jobs[0], estimate_time(jobs[0]))
-            if _rank(best) <= (False, *fastest):
+            first = variant.with_microbatches(counts[0])
+            if _rank(best) <= (False, *_weighted_time(first, estimate_time(first))):
                 continue
-        least = _least_memory(jobs, limit)
+        least = _least_memory(variant, counts, limit)
         if least[1].total_bytes <= limit:
             best = min(filter(None, (best, Candidate.of(*least))), key=_rank)
         elif smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
@@ -254,34 +253,34 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
     return best or (Candidate.of(*smallest) if smallest else None), number
 
 
-def _least_memory(jobs: list[Job], limit: float) -> tuple[Job, MemoryEstimate]:
-    """Return the first job that fits, by rising microbatch counts, else that of least memory.
+def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, MemoryEstimate]:
+    """Return the job with the first microbatch count that fits, else with that of least memory.
 
     More microbatches are slower. They need less memory from the second count on; two may need more
     than one, because gradients are accumulated.
     """
-    estimates: dict[int, MemoryEstimate] = {}
+    tried: dict[int, tuple[Job, MemoryEstimate]] = {}
 
     def fits(index: int) -> bool:
-        estimates[index] = estimate_memory(jobs[index])
-        return estimates[index].total_bytes <= limit
+        changed = job.with_microbatches(counts[index])
+        tried[index] = changed, estimate_memory(changed)
+        return tried[index][1].total_bytes <= limit
 
-    last = len(jobs) - 1
+    last = len(counts) - 1
     if not fits(0) and last and fits(last):
         bisect.bisect_left(range(1, last), True, key=fits)
-        chosen = min(i for i, memory in estimates.items() if memory.total_bytes <= limit)
-    else:
-        chosen = min(estimates, key=lambda i: estimates[i].total_bytes)
-    return jobs[chosen], estimates[chosen]
+        return tried[min(i for i, (_, memory) in tried.items() if memory.total_bytes <= limit)]
+    return min(tried.values(), key=lambda each: each[1].total_bytes)
 
 
 def _variants(job: Job) -> Iterator[Job]:
     zeros = _zeros(job.config.mesh.zero, job.spec)
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
+        pipelines = [on_mesh.changed("pipeline", **changes) for changes in _pipelines(job)]
         for remat in _remats(job):
-            for pipeline in _pipelines(job):
-                changed = on_mesh.changed("train", remat=remat).changed("pipeline", **pipeline)
+            for one in pipelines:
+                changed = one.changed("train", remat=remat)
                 if not _mesh_problems(changed.config, job.spec, job.model):
                     yield changed
 
