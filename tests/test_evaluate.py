@@ -268,6 +268,8 @@ def models(tmp_path_factory):
     common = COMMON.format(path=folder / "rows.jsonl")
     for name, task in TASKS.items():
         (folder / "tasks" / f"{name}.yaml").write_text(f"task: {name}{common}{task}")
+    absent = COMMON.format(path=folder / "absent.jsonl")
+    (folder / "tasks" / "dataless.yaml").write_text(f"task: dataless{absent}{TASKS['choices']}")
     return folder
 
 
@@ -317,12 +319,11 @@ def test_results_on_a_mesh_equal_those_of_the_harness(models, harness, capsys, m
 
 def test_wrong_tasks_are_rejected(models, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval)")
+    folder = "--task-folder", models / "tasks"
     with refused("nonexistent"):
-        run_here("evaluate", models / "run", "--tasks", "nonexistent")
-    task = (models / "tasks/choices.yaml").read_text().replace("rows.jsonl", "absent.jsonl")
-    (tmp_path / "choices.yaml").write_text(task.replace("task: choices", "task: dataless"))
+        run_here("evaluate", models / "run", "--tasks", "nonexistent", *folder)
     with refused("dataless", "absent.jsonl"):
-        run_here("evaluate", models / "run", "--tasks", "dataless", "--task-folder", tmp_path)
+        run_here("evaluate", models / "run", "--tasks", "dataless", *folder)
     with refused("task_folder=", num_problems=1):
         run_here("evaluate", models / "run", "--tasks", "choices", "--task-folder", "absent")
     with refused("tasks"):
@@ -330,7 +331,8 @@ def test_wrong_tasks_are_rejected(models, tmp_path):
     start = ["--init-from", models / "model", "--run-dir", tmp_path / "run"]
     job = [flag for flag in tiny() if not flag.startswith("--model")]
     with refused("tasks=nonexistent"):
-        run_here("train", *job, *start, "--eval.tasks=nonexistent", "--mesh=dp=8")
+        tasks = "--eval.tasks=nonexistent", f"--eval.task_folder={models / 'tasks'}"
+        run_here("train", *job, *start, *tasks, "--mesh=dp=8")
     assert not (tmp_path / "run").exists()
 
 

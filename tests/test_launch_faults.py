@@ -1,9 +1,9 @@
 """Inject faults into a launched training: each is named, the job continues, and the bits match.
 
 One fault for each way to recover: a restart after a loss, a restart by the watchdog after a stopped
-process and after a stuck loader, a preemption that is resumed. The others are tested without
-training (`test_launch`, `test_runtime_job`, `test_full_disk`). `scripts/bench/faults.py` injects
-all of them many times at random moments, and counts false alarms in thousands of clean steps.
+process and after a stuck loader. `test_slurm_jobs` resumes a preempted job; the others are tested
+without training (`test_launch`, `test_runtime_job`, `test_full_disk`). `scripts/bench/faults.py`
+injects all many times at random moments, and counts false alarms in thousands of clean steps.
 """
 
 import random
@@ -17,7 +17,6 @@ NAMES = [
     "SIGKILL of process 0, the coordinator",
     "SIGSTOP of one process",
     "stuck loader of process 1",
-    "SIGTERM or SIGUSR1 to one process",
 ]
 STEPS = 60 * len(NAMES)
 

@@ -20,7 +20,7 @@ from launched_job import training
 from network_hosts import Hosts
 
 NAMES = ("h0", "h1")
-STEPS = 150
+STEPS = 70
 PORT = 29400
 HEARTBEAT_S, WATCHDOG_S = 8, 6
 JOIN_S = 20  # two concurrent starts on a loaded machine are up to 8 s apart
@@ -138,7 +138,7 @@ def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
     named.append(named[0] + run.wait_for_line(1, second, NAMED_WITHIN_S))
     for host in (0, 1):
         run.wait_for_line(host, "restart 1 of 30", NAMED_WITHIN_S)
-    time.sleep(generator.uniform(0.0, 10.0))  # attempts that cannot connect
+    time.sleep(generator.uniform(0.0, 5.0))  # attempts that cannot connect
     (run.folder / "pace").unlink()
     size = (run.run_dir / "metrics.jsonl").stat().st_size
     hosts.mend(1)

@@ -71,8 +71,8 @@ def test_slow_process_and_nan_batch_are_named_with_their_cause(job):
     """The coordinator itself is slow; either process may read the row with NaN."""
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
     flags = ["--monitoring.log_interval_steps=2", "--resilience.nonfinite_policy=skip"]
-    faulty = job("faulty", *flags, INFREQUENT_SAVES, steps=32)
-    (faulty.folder / "slow-0").write_text("0.25")  # for each row: slow on any machine
+    faulty = job("faulty", *flags, INFREQUENT_SAVES, steps=30)
+    (faulty.folder / "slow-0").write_text("0.2")  # for each row: slow on any machine
     (faulty.folder / f"nan-{row}").touch()
     faulty.start()
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
