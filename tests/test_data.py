@@ -318,6 +318,7 @@ def test_pieces_of_cut_documents_without_a_learned_token_are_dropped(tmp_path, m
 
 SCRIPT = """
 import sys, time
+import numpy as np
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.config import about_tokens
 import grain, pyarrow, tokenizers
@@ -326,6 +327,7 @@ before, began = int(status()["VmRSS"][0]), time.process_time()
 config = DataConfig(sources=[sys.argv[1]], packing=sys.argv[2])
 train, held = open_datasets(config, seq_len=2048)
 assert train.num_rows > 4_000_000 and held.num_rows > 80_000 and train.fingerprint
+assert len(train.rows(np.array([train.num_rows // 2]))["tokens"]) == 1
 print(time.process_time() - began, (int(status()["VmHWM"][0]) - before) / 1e3)
 """
 

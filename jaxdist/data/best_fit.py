@@ -18,7 +18,7 @@ from jaxdist.data.corpus import Corpus
 Entries: TypeAlias = tuple[tuple[int, int, int], ...]
 """(length, count, first) of pieces: row i of a run has the pieces from first + i·count on."""
 
-_BLOCK = 1 << 19
+_BLOCK = 1 << 16
 """Number of documents that are read together."""
 
 _GROUP = 1 << 12
