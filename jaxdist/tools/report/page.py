@@ -127,9 +127,9 @@ def draw_curves(
             axes.set_yscale("log")
         for run, color, line in zip(runs, colors, lines, strict=True):
             _draw(axes, run, color, line, x, "o--" if is_eval else "-")
-    shown: Any = figure
-    shown._repr_png_ = functools.partial(_png_of, figure)
-    return shown
+    image: Any = figure
+    image._repr_png_ = functools.partial(_png_of, figure)
+    return image
 
 
 def _png_of(figure: Any) -> bytes:
