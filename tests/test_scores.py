@@ -169,10 +169,10 @@ def test_twenty_steps_equal_those_in_pytorch(bases, labels, lora):
     if lora:
         import peft
 
-        ours, theirs = peft_tensors(config, after), peft.get_peft_model_state_dict(model)
-        assert ours.keys() == theirs.keys()
+        ours, expected = peft_tensors(config, after), peft.get_peft_model_state_dict(model)
+        assert ours.keys() == expected.keys()
         name = "base_model.model.score.weight"
-        np.testing.assert_allclose(ours[name], theirs[name].numpy(), atol=1e-3)
+        np.testing.assert_allclose(ours[name], expected[name].numpy(), atol=1e-3)
 
 
 def scores_of(model, params, batch):
