@@ -199,7 +199,7 @@ def _restart(config: PlanConfig, choice: Candidate, compile_s: float | None = No
 def price_run(
     config: PlanConfig, choice: Candidate, *, spot: bool = False
 ) -> tuple[CheckpointCost, RunCost]:
-    """Return the cost of a complete run: on demand with failures, or `spot` with preemptions."""
+    """Return (cost of checkpoints, cost of the run): on demand, or `spot` with preemptions too."""
     job, cluster = choice.job, choice.job.cluster
     failures = config.failures_per_day
     if failures < 0:

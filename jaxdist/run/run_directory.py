@@ -192,7 +192,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the table in a file of a run; {} without a file."""
+    """Return the table that `parse` reads from a file of a run; {} without a file."""
     try:
         record = parse(path.text()) if path.exists() else {}
     except ValueError as error:

@@ -36,7 +36,7 @@ def check_finite(params: Params, path: str) -> None:
 
 
 def check_operations(kind: str = "operations") -> None:
-    """Reject GPUs on which operations of a kind are wrong (`wrong_operations`); collective."""
+    """Raise ConfigError if operations of a kind are wrong on a GPU; collective."""
     device = jax.local_devices()[0]
     wrong = wrong_operations(device, kind) if platform_of(device) == "gpu" else []
     fix = "Use --train.remat full, or install " if kind == "offload" else "Install "

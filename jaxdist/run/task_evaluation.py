@@ -152,7 +152,7 @@ class _RunModel:
     """Methods that the harness calls; `harness_model` adds its base class."""
 
     def __init__(self, parts: Parts, params: Params | None, on_batch: Callable[[], None]) -> None:
-        """Compile nothing yet; `params` are in the order of the model."""
+        """Prepare a run for the harness without compiling; `params` are in model order."""
         super().__init__()
         if parts.model.decoding is None:
             raise ConfigError(f"model {parts.model.name!r} has no tokens. Name a decoder's run.")
@@ -176,7 +176,7 @@ class _RunModel:
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text; raise ConfigError without one."""
         if self._tokenizer.end_id is None:
             raise ConfigError(
                 f"tokenizer {self._tokenizer.name!r} has no end token, which tasks need. Use a run "
@@ -186,7 +186,7 @@ class _RunModel:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """Id of the token that begins a text without a context."""
         begin = self._tokenizer.bos_id
         return self.eot_token_id if begin is None else begin
 

@@ -22,7 +22,7 @@ def heads(job: Job) -> int:
 
 
 def keys_by_window(job: Job) -> dict[int, float]:
-    """Return each window's contribution to the mean number of keys that a query sees."""
+    """Return window (0 = none) -> its layers' part of the mean number of keys that a query sees."""
     total = {}
     for window, number in job.layers_by_window.items():
         near = min(job.seq_len, window or job.seq_len)

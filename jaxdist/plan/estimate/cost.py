@@ -83,7 +83,7 @@ def checkpoint_cost(
     storage_bytes_per_s: float,
     restart_s: float,
 ) -> CheckpointCost:
-    """Return the best checkpoint interval, and the time lost at this interval."""
+    """Return the cost of checkpoints at the best interval: the interval, and the lost time."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     # All processes agree before a checkpoint is complete; assumed as slow as joining.

@@ -280,7 +280,7 @@ class Job:
 
     @property
     def everything_kept(self) -> Trace:
-        """Costs of the model's functions without recomputation (remat)."""
+        """Costs of the model's functions if remat recomputes nothing."""
         return trace(self.model, self.seq_len, str(self.dtype), "none")
 
     @property

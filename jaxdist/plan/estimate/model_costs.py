@@ -77,7 +77,7 @@ class ModelCosts:
         return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
 
     def embedding(self) -> Work:
-        """Return the work of the embedding, unless `head` includes it."""
+        """Return the work of the embedding; none here, because `head` includes it."""
         return Work()
 
     def expert_launches(self) -> float:
@@ -127,7 +127,7 @@ class ModelCosts:
         return {"head gradient": WIDE * self.job.total(outer, "param")}
 
     def embedding_tables(self) -> tuple[Weight, ...]:
-        """Return the token embedding tables."""
+        """Return the token embedding tables; () for a traced model, in which they are unknown."""
         return ()
 
     def is_tied(self) -> bool:

@@ -243,7 +243,7 @@ def decoder_of(model: Model, seq_len: int) -> DecoderShape | None:
 
 
 def _num_scores(model: Model, head: Any) -> int:
-    """Return the size of scores [batch, num_labels]; 0 for any other output of a head."""
+    """Return num_labels if the head returns scores [batch, num_labels]; else 0."""
     is_scores = isinstance(head, jax.ShapeDtypeStruct) and head.ndim == 2 and "vocab" in model.dims
     return head.shape[1] if is_scores else 0
 
@@ -255,7 +255,7 @@ def _head(model: Model, seq_len: int) -> Any:
 
 
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of one row of a batch: `model.row`, or by default a row of text."""
+    """Return name -> shape and dtype of one row: `model.row`, or by default a row of text."""
     ids = jax.ShapeDtypeStruct((seq_len,), jnp.int32)
     weights = jax.ShapeDtypeStruct((seq_len,), jnp.float32)
     return dict(model.row) or {"tokens": ids, "targets": ids, "weights": weights}

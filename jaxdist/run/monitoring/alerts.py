@@ -89,7 +89,7 @@ class Alerts:
         )
 
     def processes(self, step: int) -> None:
-        """Publish this process's times at the end of an interval; process 0 compares all."""
+        """At the end of an interval, publish this process's times; process 0 reports stragglers."""
         if self._stragglers.ends(step):
             self._stragglers.end_interval(step, self._read_gpus())
         if not self._compares or not (reports := self._stragglers.everyone()):

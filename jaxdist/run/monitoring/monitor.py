@@ -453,7 +453,7 @@ class Monitor:
         self._plot(record["step"], points)
 
     def _report_layers(self, step: int, statistics: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write one event and one point for each layer; leaves are float32 [layers] or []."""
+        """Write an event and points per layer of statistics, float32 [layers] or [] each."""
         import jax
 
         fields = jax.tree.map(lambda x: x.tolist(), jax.device_get(dict(statistics)))

@@ -135,7 +135,7 @@ class _Handler(simple_server.WSGIRequestHandler):
     timeout = 5
 
     def log_message(self, *_: Any) -> None:
-        """Write no log line for each scrape."""
+        """Do nothing: requests write no log lines."""
 
 
 class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
@@ -167,7 +167,7 @@ class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write no traceback for a client that disconnects or stays silent."""
+        """Do nothing: a client that disconnects or stays silent causes no traceback."""
 
 
 def _hang_up(connection: socket.socket) -> None:

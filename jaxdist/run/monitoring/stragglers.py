@@ -80,7 +80,7 @@ class StragglerDetector:
         return bool(self._steps) and step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """Publish and return this process's interval; `extra` adds numbers, e.g. GPU clocks."""
+        """Publish and return this process's mean times in the interval that ends with `step`."""
         own = {"step": step, "host": socket.gethostname(), **summarize(self._steps), **extra}
         self._steps.clear()
         self._newest = step
@@ -132,7 +132,7 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 
 def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Return the newest interval that every process has published, by process; {} without one."""
+    """Return process -> its report of the newest interval that all have published; {} if none."""
     steps = [{one["step"] for one in intervals} for intervals in reports.values()]
     newest = max(set.intersection(*steps), default=None) if steps else None
     return {
@@ -144,7 +144,7 @@ def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[in
 
 
 def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
-    """Return the stragglers in the reports of `StragglerDetector.everyone`, by cost."""
+    """Return the stragglers by the reports of `StragglerDetector.everyone`, the slowest first."""
     if len(reports) < 2:
         return []
     stragglers = []

@@ -172,7 +172,7 @@ class LossGuard:
         return [[step, loss] for step, loss in self._losses]
 
     def restore(self, state: list[list[float]]) -> None:
-        """Restore what `state` returned."""
+        """Restore the losses that `state` returned at a save."""
         self._losses = [(int(step), float(loss)) for step, loss in state]
 
     def stop_text(self, anomaly: Anomaly) -> str:

@@ -85,7 +85,7 @@ def _describe(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def first_difference(a: RerunStep, b: RerunStep) -> FirstDifference | None:
-    """Return the first digest of a step that differs, or None."""
+    """Return the first digest that differs between two reruns of a step; None if none does."""
     names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
     different = [name for name in names if a.digests.get(name) != b.digests.get(name)]
     if not different:

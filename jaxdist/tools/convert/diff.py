@@ -32,7 +32,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Compare two checkpoints; return 0 if they are equal, else 1."""
+    """Print the differences of two checkpoints; return 0 if they are equal, else 1."""
     a = StoredArrays(checkpoint_of(config.a, config.step_a))
     b = StoredArrays(checkpoint_of(config.b, config.step_b))
     result = compare(a, b, config.under)

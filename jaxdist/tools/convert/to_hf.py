@@ -162,7 +162,7 @@ def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
 
 
 def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
-    """Write the tokenizer's files if it has any; return the token ids for `config.json`."""
+    """Write the run's tokenizer files, if any, to `out`; return token ids for `config.json`."""
     unknown = {"bos_token_id": None, "eos_token_id": None}
     if any(map(is_custom, data.sources)) and data.tokenizer_name == "bytes":
         return unknown  # the user's own token numbers

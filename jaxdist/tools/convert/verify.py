@@ -26,7 +26,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Check all checkpoints of a run; return 0 if all are valid, else 1."""
+    """Check one checkpoint or all of a run, print results; return 0 if they are valid, else 1."""
     directory, named = manifest.named_step(config.path)
     steps = manifest.steps_in(directory) if named is None else [named]
     corrupt = 0

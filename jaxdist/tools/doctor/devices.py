@@ -196,7 +196,7 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
 def groups_of(
     mesh: Mesh, everyone: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
 ) -> dict[str, list[DeviceGroup]]:
-    """Return axis -> groups, from the results of `time_axes` of every process."""
+    """Return axis -> groups of devices with their times, by `time_axes` of every process."""
     num_seen: Counter[int] = Counter()  # devices of each process
     positions = {}
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):

@@ -68,12 +68,12 @@ class Listener:
                 peer.sendall(json.dumps({"time": time.time()}).encode())
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering connections."""
         self._socket.close()
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host on the route to another; no packet is sent."""
+    """Return this host's address on the route to `towards`; 127.0.0.1 for ""."""
     if not towards:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -179,16 +179,16 @@ class Token:
 
     @property
     def path(self) -> Location:
-        """Return the path of the file."""
+        """Return the path of the token's file in the run directory."""
         return locate(self.directory) / f".doctor-{self.nonce}-{self.process}"
 
     @property
     def text(self) -> str:
-        """Return the content to write, by which a reader recognizes a complete file."""
+        """Return the content of the token's file, by which readers recognize a complete one."""
         return f"{self.nonce} {self.process}\n"
 
     def write(self) -> str:
-        """Write the file; return the reason for a failure, or ""."""
+        """Write the token's file; return the reason for a failure, or ""."""
         try:
             self.path.write(self.text)
         except OSError as failure:
@@ -203,7 +203,7 @@ class Token:
             return False
 
     def delete(self) -> None:
-        """Delete the file."""
+        """Delete the token's file."""
         with contextlib.suppress(OSError):
             self.path.delete()
 

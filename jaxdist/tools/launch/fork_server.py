@@ -106,7 +106,7 @@ class ForkServer:
         return self._ready and not self._gone
 
     def is_gone(self) -> bool:
-        """Return whether the server has ended."""
+        """Return whether the server process has ended."""
         self._read(0.0)
         return self._gone
 

@@ -100,7 +100,7 @@ class Worker:
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code of the process, or None while it runs."""
         code, now = self.process.poll(), time.monotonic()
         if code is not None and not self.ended_at:
             self.ended_at = now
@@ -123,7 +123,7 @@ class Worker:
             return
 
     def finish(self) -> None:
-        """Wait for the end and for the last output."""
+        """Wait until the process has ended and its last output is written."""
         self.process.wait()
         self.poll()
         self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open

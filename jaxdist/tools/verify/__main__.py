@@ -35,7 +35,7 @@ class VerifyConfig(CheckpointSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a run; return 1 if there is a problem, else 0."""
+    """Check a run and print the results; return 1 if there is a problem, else 0."""
     config = read_settings(
         VerifyConfig,
         sys.argv[1:] if argv is None else argv,
