@@ -75,7 +75,7 @@ def test_largest_batch_within_a_limit(monkeypatch, capsys):
         fit_batch.main([*words[:-2], "--limit-gib=1e-9"])
 
 
-def test_children_that_die_do_not_fit_and_other_errors_are_shown(tmp_path, monkeypatch):
+def test_children_that_die_do_not_fit_and_other_errors_are_reported(tmp_path, monkeypatch):
     with refused("exit code 2", "--limit-gib"):  # a real child
         fit_batch.main(tiny("--simulate=1"))
     with refused("train.steps=0"):
