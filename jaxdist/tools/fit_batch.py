@@ -45,7 +45,7 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(RunConfig):
-    """The settings of a run, and the limit of memory."""
+    """The settings of a run, the memory that its step may use, and a single size to try."""
 
     limit_gib: float = setting(
         0.0,
@@ -60,7 +60,7 @@ class FitConfig(RunConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search and print the largest batch; return the exit code."""
+    """Search the largest batch that fits, print it and each trial; return 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = _read(words)
     if config.rows:
@@ -108,7 +108,7 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def trial(config: FitConfig) -> dict[str, Any]:
-    """Compile and run the step with `config.rows` rows on each replica; return what happened."""
+    """Return whether a step with `config.rows` rows per replica fits, with its memory, as JSON."""
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()
@@ -193,7 +193,7 @@ def _run(parts: Parts, budget: Budget | None, limit: float) -> dict[str, Any]:
 
 
 def _in_child(words: Sequence[str], rows: int) -> dict[str, Any]:
-    """Try a number of rows in a child process, whose memory errors cannot affect this one."""
+    """Return the result of `trial` with `rows` in a child process, which may run out of memory."""
     command = [sys.executable, "-m", "jaxdist.fit_batch", *words, f"--rows={rows}"]
     done = subprocess.run(command, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]
@@ -218,7 +218,7 @@ def _line(result: Mapping[str, Any]) -> str:
 
 
 def _read(words: Sequence[str]) -> FitConfig:
-    """Read the settings; data need not exist."""
+    """Return the settings of the command line; data need not exist."""
     config, _ = read_with_origins(
         FitConfig,
         words,

@@ -196,7 +196,7 @@ def _described(
 
 
 def _origin(data: Dataset, row: int) -> tuple[str, int]:
-    """Return the source of a row, of a streamed one its file, and its number there."""
+    """Return (source of a row, or file of a streamed row; number of the row in it)."""
     (part,), (number,) = data.part_of(np.array([row]))
     if (stream := data.streams.get(part)) is not None:
         return stream.origin(int(number))
