@@ -29,8 +29,9 @@ from jaxdist.runtime.storage import flush_appended
 from jaxdist.settings import ConfigError
 from jaxdist.train import run as run_training
 
-Callback: TypeAlias = Callable[[Record], bool | str | None]
-"""Called with each train and eval record of metrics.jsonl; True ends the run after a save."""
+Callback: TypeAlias = Callable[..., bool | str | None]
+"""Called with each train and eval record of metrics.jsonl, and if it takes a second argument with a
+function that returns the `TrainState`. True or a reason ends the run after a save."""
 
 Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
 """Base settings: a TOML file, the name of a config of the package, a table of settings, or a
@@ -65,7 +66,8 @@ def train(
             that of the settings; gradients are clipped before it by `optim.max_grad_norm`.
         schedule: step -> learning rate, instead of that of the settings. It multiplies the updates
             of `optimizer`, which then has a learning rate of 1.
-        callbacks: each is called with each train and eval record, on every process.
+        callbacks: each is called with each train and eval record, on every process, and if it takes
+            a second argument with a function that returns the state; see docs/python.md.
         progress: show steps and evaluations in a bar; None = only on a terminal or in a notebook.
         settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
@@ -104,8 +106,13 @@ def train(
             length = None if run_config.train.epochs else run_config.train.steps
             callbacks.append(stack.enter_context(_bar(length)))
 
-        def on_record(record: Record) -> None:
-            answers = [callback(record) for callback in callbacks]
+        takes_state = [_num_arguments(callback) == 2 for callback in callbacks]
+
+        def on_record(record: Record, state: Callable[[], Any]) -> None:
+            answers = [
+                callback(record, state) if takes else callback(record)
+                for callback, takes in zip(callbacks, takes_state, strict=True)
+            ]
             reason = next((text for text in answers if isinstance(text, str)), "")
             if reason or True in answers:
                 stop.request(reason)
@@ -165,6 +172,16 @@ def open(
         path, step=step, mesh=mesh, weights=weights,
         model=make_model, objective=objective, rows=rows,
     )  # fmt: skip
+
+
+def _num_arguments(function: Callable[..., Any]) -> int:
+    """Return the number of required positional arguments; 1 for functions without a signature."""
+    try:
+        arguments = inspect.signature(function).parameters.values()
+    except ValueError:
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in arguments)
 
 
 def _check_objective(objective: Any) -> None:

@@ -162,6 +162,21 @@ def test_reason_of_a_callback_is_in_the_summary(tmp_path):
     assert stopped.summary["stop_reason"] == "low enough"
 
 
+def test_callback_receives_the_state(tmp_path):
+    seen = {}
+
+    def look(record, state):
+        now = state()
+        seen[record["kind"], record["step"]] = int(now.step), jax.device_get(now.params)
+
+    run = train(tmp_path / "run", steps=3, mesh="pp=2,dp=4", callbacks=look)
+    steps = {key: step for key, (step, _) in seen.items()}
+    assert steps[("eval", 3)] == 3 and all(0 <= n - at <= 1 for (_, at), n in steps.items())
+    final = seen["eval", 3][1]
+    for one, two in zip(jax.tree.leaves(final), jax.tree.leaves(run.params), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 RATES = optax.linear_schedule(1e-2, 1e-3, 6)
 RULE = optax.chain(optax.scale_by_adam(b1=0.8, b2=0.9), optax.scale(-1))
 

@@ -25,7 +25,8 @@ class Program:
         schedule: int32 step -> learning rate; replaces that of the settings.
         rows: the rows, or a function that returns them; replaces the function in `data.sources`.
         on_start: called with the run directory, on every process, before compilation.
-        on_record: called with each train and eval record, on every process.
+        on_record: called with each train and eval record, and a function that returns the state,
+            on every process.
         owns_stdout: the output of C code may be redirected to the log.
         has_bar: a progress bar shows steps and evaluations, so the console does not.
     """
@@ -36,7 +37,7 @@ class Program:
     schedule: Callable[[Any], Any] | None = None
     rows: Any = None
     on_start: Callable[[RunDirectory], None] = lambda run: None
-    on_record: Callable[[Record], None] = lambda record: None
+    on_record: Callable[[Record, Callable[[], Any]], None] = lambda record, state: None
     owns_stdout: bool = True
     has_bar: bool = False
 

@@ -139,7 +139,7 @@ class Session:
                     devices=jax.devices(),
                     config_text=config_text,
                     trace_requested=trace_requested,
-                    on_record=program.on_record,
+                    on_record=lambda record: program.on_record(record, self.current_state),
                     is_held=True,
                 )
             )
@@ -380,6 +380,10 @@ class Session:
             self.state, self.step, self.loader = self._restore(left_out)
         without = f", without the batch of step {anomaly.step}" if anomaly else ""
         self.monitor.rewind(self.step, f"continuing from step {self.step}{without}")
+
+    def current_state(self) -> Any:
+        """Return the state after the last dispatched step, with layers in the model's order."""
+        return self.parts.in_model_order(self.state)
 
     def forward_events(self) -> None:
         """Record the checkpointer's events in metrics.jsonl; it has already logged them."""
