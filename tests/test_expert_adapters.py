@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -17,11 +18,13 @@ from adapter_runs import (
     train_with_peft,
 )
 from decoders import VARIANTS
-from hf_models import write_model
+from hf_models import rewrite_tensors, write_model
 from refusals import refused
+from test_quantized import SIZES, in_hugging_face
 
+from jaxdist.core.block_weights import BLOCK
 from jaxdist.core.parallel.context import place_batch
-from jaxdist.core.weights import frozen
+from jaxdist.core.weights import base_of, frozen
 from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.run.setup import assemble
@@ -129,3 +132,47 @@ def test_flops_count_the_experts_of_a_token(base):
         for run in (config, dataclasses.replace(config, lora=LoraConfig()))
     )
     assert 0.6 * complete < adapted < complete
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Return the directory of a model whose widths are multiples of a block."""
+    path = tmp_path_factory.mktemp("wide") / FAMILY
+    write_model(path, dataclasses.replace(VARIANTS[FAMILY], **SIZES, head_dim=BLOCK), scale=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone_quantized(wide):
+    return functools.cache(lambda base_format: train(config_of(wide, base_format=base_format)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "base_format", "microbatches"),
+    [
+        ("dp=2,ep=2,tp=2", "nf4", 0),
+        pytest.param("pp=2,ep=2,cp=2", "int8", 2, marks=pytest.mark.product),
+    ],
+)
+def test_a_mesh_has_the_same_quantized_experts(
+    wide, alone_quantized, mesh, base_format, microbatches
+):
+    losses, _, expected, _ = alone_quantized(base_format)
+    trained, _, before, after = train(config_of(wide, mesh, microbatches, base_format=base_format))
+    up = before["layers"]["mlp"]["up"].base
+    assert up.codes.dtype == ("uint8" if base_format == "nf4" else "int8")
+    for tree in (before, after):  # every bit, before and after training
+        jax.tree.map(np.testing.assert_array_equal, base_of(tree), base_of(expected))
+    np.testing.assert_allclose(trained[0], losses[0], rtol=1e-6)
+    np.testing.assert_allclose(trained, losses, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_quantized_experts_equal_peft_on_dequantized_weights(wide, alone_quantized, tmp_path):
+    config = config_of(wide, base_format="nf4")
+    losses, _, before, after = alone_quantized("nf4")
+    folder = tmp_path / "dequantized"
+    shutil.copytree(config.init_from, folder)
+    rewrite_tensors(folder, lambda values: values.update(in_hugging_face(config, before)))
+    expected, end = train_with_peft(config, folder, before)
+    check_equal_to_peft(config, losses, after, expected, end)

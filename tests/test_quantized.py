@@ -129,6 +129,19 @@ def test_codes_equal_a_file_of_bitsandbytes():
     np.testing.assert_allclose(made.scales["range"].max(), stored["range"][0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("base_format", ["nf4", "int8"])
+def test_each_expert_is_quantized_by_itself(base_format):
+    w = np.random.default_rng(5).standard_normal((2, 3, 192, 2, 5)).astype(np.float32)
+    layout = BlockLayout(base_format, (192,), (1, 1), 0)
+    made = dataclasses.replace(layout, has_experts=True).quantize(jnp.array(w))
+    for expert in range(3):
+        alone = layout.quantize(jnp.array(w[:, expert]))
+        ours = jax.tree.map(lambda x, i=expert: x[:, i], made)
+        jax.tree.map(np.testing.assert_array_equal, ours, alone)
+        values = made.astype(jnp.float32)[:, expert]
+        np.testing.assert_array_equal(values, alone.astype(jnp.float32))
+
+
 def test_int8_rounds_to_127_steps_of_the_largest_weight_of_a_block():
     w = np.random.default_rng(4).standard_normal((2, 192, 3)).astype(np.float32)
     w[0, :64, 1] = 0
@@ -214,8 +227,6 @@ def test_shards_that_would_cut_a_block_are_rejected(base):
     model = dataclasses.replace(config.model, mlp_dim=96)
     problems = config.lora.run_problems(model)
     assert len(problems) == 1 and "96" in problems[0] and "mlp/down" in problems[0]
-    model = dataclasses.replace(config.model, num_experts=4)
-    assert any("num_experts" in problem for problem in config.lora.run_problems(model))
     # Scales of 24 blocks of an output share their range in fours.
     model = dataclasses.replace(config.model, mlp_dim=24 * BLOCK)
     assert config.lora.block_units(model) == {"d_model": 64, "heads": 1, "mlp": 256}

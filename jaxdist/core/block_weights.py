@@ -91,9 +91,10 @@ _NEAREST = _nearest_dynamic()
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """Layout of the quantized blocks of an array [layers, *inputs, *outputs].
+    """Layout of the quantized blocks of an array [layers, (experts,) *inputs, *outputs].
 
     Attributes:
+        has_experts: each expert is quantized by itself.
         inputs: sizes of its input dims, which hold the blocks in this order.
         parts: number of outputs, along dim `dim` of the outputs, of each tensor that is quantized
             separately.
@@ -105,6 +106,7 @@ class BlockLayout:
     parts: tuple[int, ...]
     dim: int
     is_outer: bool = False
+    has_experts: bool = False
 
     @property
     def per_output(self) -> int:
@@ -130,8 +132,9 @@ class BlockLayout:
 
         `dims` are the logical dims of the weight before quantization.
         """
-        outs = dims[1 + len(self.inputs) :]
-        flat = (*dims[:2], *outs)
+        stack = dims[: 1 + self.has_experts]
+        outs = dims[len(stack) + len(self.inputs) :]
+        flat = (*dims[: len(stack) + 1], *outs)
 
         def own(names: tuple[str | None, ...], storage: Storage, count: int = 0) -> Parameter:
             return Parameter(
@@ -140,20 +143,21 @@ class BlockLayout:
 
         if self.format == "int8":
             return self._weight(own(flat, "int8", 1), {"absmax": own(flat, "float32")}, outs)
-        ranges = flat if self.run < self.per_output else (dims[0], None, *outs)
+        ranges = flat if self.run < self.per_output else (*stack, None, *outs)
         scales = {
             "absmax": own(flat, "uint8"),
             "range": own(ranges, "float32"),
-            "mean": own((dims[0], *[None] * (1 + len(outs))), "float32"),
+            "mean": own((*stack, *[None] * (1 + len(outs))), "float32"),
         }
         return self._weight(own(flat, "uint8", 2), scales, outs)
 
     def quantize(self, w: Array) -> BlockWeight:
-        """Return the `BlockWeight` of w [layers, *inputs, *outputs], of any float dtype."""
-        return jax.lax.map(self._quantize_layer, w)
+        """Return the `BlockWeight` of w [layers, (experts,) *inputs, *outputs], any float dtype."""
+        one = self._quantize_layer
+        return jax.lax.map(jax.vmap(one) if self.has_experts else one, w)
 
     def quantize_on_mesh(self, w: Array, target: BlockWeight) -> BlockWeight:
-        """Return the `BlockWeight` of sharded w [layers, *inputs, *outputs], placed as `target`."""
+        """Return the `BlockWeight` of sharded w, shaped as for `quantize`, placed as `target`."""
         sharding: Any = w.sharding
         run, stages = self.quantize, [*sharding.spec, None][0]
         if stages is not None:  # a loop over all layers would gather them
@@ -231,7 +235,7 @@ def _sum_by_halves(x: Float[Array, " n"]) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockWeight(CompositeWeight):
-    """A frozen weight in blocks; stacked arrays start with [layers].
+    """A frozen weight in blocks; stacked arrays start with [layers], or [layers, experts].
 
     Attributes:
         codes: nf4: uint8 [inputs / 2, *outputs], the first of two inputs in the high bits. int8:
@@ -250,7 +254,7 @@ class BlockWeight(CompositeWeight):
     num_outputs: int = dataclasses.field(metadata={"static": True})
 
     def astype(self, dtype: Any) -> Array:
-        """Return the weight [layers?, *inputs, *outputs] in a floating-point dtype."""
+        """Return the weight [layers?, experts?, *inputs, *outputs] in a floating-point dtype."""
         dim = self.codes.ndim - self.num_outputs - 1
         if self.format == "nf4":
             halves = jnp.stack([self.codes >> 4, self.codes & 15], dim + 1)
@@ -264,7 +268,7 @@ class BlockWeight(CompositeWeight):
         return values.reshape(*shape[:dim], -1, *self.inner, *shape[dim + 1 :]).astype(dtype)
 
     def _scales(self, dim: int) -> Array:
-        """Return a scale per block along `dim`, float32 [layers?, blocks, *outputs]."""
+        """Return a scale per block along `dim`, float32 [layers?, experts?, blocks, *outputs]."""
         absmax = self.scales["absmax"]
         if self.format == "int8":
             return absmax
@@ -286,12 +290,13 @@ class BlockWeight(CompositeWeight):
 
     def dense(self, dtype: Any) -> jax.ShapeDtypeStruct:
         """Return shape and sharding of the dequantized weight [layers, ...], with this dtype."""
-        shape, spec = self.codes.shape, [*self.codes.sharding.spec]
-        inputs = shape[1] * (2 if self.format == "nf4" else 1) // math.prod(self.inner)
-        spec = [*spec[:2], *[None] * len(self.inner), *spec[2:]]
+        shape, dim = self.codes.shape, self.codes.ndim - self.num_outputs - 1
+        spec = [*self.codes.sharding.spec] + [None] * (len(shape) - len(self.codes.sharding.spec))
+        inputs = shape[dim] * (2 if self.format == "nf4" else 1) // math.prod(self.inner)
+        spec = [*spec[: dim + 1], *[None] * len(self.inner), *spec[dim + 1 :]]
         sharding = self.codes.sharding.update(spec=P(*spec))
         return jax.ShapeDtypeStruct(
-            (shape[0], inputs, *self.inner, *shape[2:]), dtype, sharding=sharding
+            (*shape[:dim], inputs, *self.inner, *shape[dim + 1 :]), dtype, sharding=sharding
         )
 
 

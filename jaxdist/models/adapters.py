@@ -101,13 +101,16 @@ class LoraConfig:
             return {}
         if not (self.rank and isinstance(model, DecoderConfig)):
             return {}
+        has_experts = lambda array: bool(model.num_experts) and array in _EXPERTS
         return {
             array: BlockLayout(
                 self.base_format,
                 _input_sizes(model, array),
-                *_tensors_of(model, array, names),
+                # Of experts, gate and up are two tensors in files.
+                *_tensors_of(model, array, _MODULES[array] if has_experts(array) else names),
                 # GPT-2's query, key and value are one tensor, with the queries of all heads first.
                 is_outer=array == "attention/qkv" and len(names) == 1,
+                has_experts=has_experts(array),
             )
             for array, names in modules_of(model).items()
         }
@@ -185,11 +188,6 @@ class LoraConfig:
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
-        if model.num_experts and self.base_format in ("nf4", "int8"):
-            problems.append(
-                f"lora.base_format={self.base_format!r} with model.num_experts={model.num_experts}:"
-                " weights of experts are not quantized. Use bf16."
-            )
         problems += [
             f"lora.base_format={self.base_format!r} with {math.prod(blocks.inputs)} inputs of "
             f"{array}: blocks of {BLOCK} do not divide them. Use bf16."
@@ -355,8 +353,9 @@ def _tensors_of(
     group = decoder.num_heads // decoder.kv_heads
     if array == "attention/qkv":
         return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
-    ways = (1 if decoder.activation == "gelu" else 2) if decoder.num_experts else 1
-    return ((ways,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
+    if names == _EXPERTS["mlp/up"]:
+        return (1 if decoder.activation == "gelu" else 2,), 0
+    return ((1,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
 
 
 def _stacked(dims: Dims) -> int:

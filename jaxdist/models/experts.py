@@ -24,7 +24,7 @@ from jaxdist.core.types import (
     Sums,
     add_sums,
 )
-from jaxdist.core.weights import Parameter
+from jaxdist.core.weights import CompositeWeight, Parameter
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
 
@@ -143,8 +143,15 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, routing: Routing, context: Context) -> Array:
         """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
-        kernels = (self.up[...].astype(x.dtype), self.down[...].astype(x.dtype))
-        return context.experts(x, routing, *kernels, self._activate)
+
+        def run(x: Array, routing: Routing, up: Any, down: Any) -> Array:
+            kernels = up.astype(x.dtype), down.astype(x.dtype)
+            return context.experts(x, routing, *kernels, self._activate)
+
+        weights: tuple[Any, Any] = (self.up[...], self.down[...])
+        if any(isinstance(w, CompositeWeight) for w in weights):
+            run = jax.checkpoint(run)  # backward saves only the stored arrays
+        return run(x, routing, *weights)
 
     def _activate(self, up: Array) -> Array:
         """Return the activation [rows, mlp] of the experts' products [rows, ways, mlp]."""
