@@ -118,6 +118,7 @@ def train_on(config, batches, steps=STEPS, start=lambda path, x: x):
     for batch in itertools.islice(batches, steps):
         placed = parts.teacher(place_batch(batch, parts.step.batch_sharding))
         state, metrics = parts.step.train(state, placed, np.inf)
+        metrics.pop("layer_sums", None)  # of experts, one for each layer
         history.append({name: float(x) for name, x in metrics.items()})
     return history, parts, before, jax.device_get(parts.in_model_order(state.params))
 
