@@ -33,7 +33,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.types import Context
 from jaxdist.core.weights import frozen
-from jaxdist.models.adapted_weights import LoraWeight, keep_mask, with_dropout
+from jaxdist.models.adapted_weights import LoraWeight, TokenRows, keep_mask, with_dropout
 from jaxdist.models.adapters import LoraConfig, merge, num_trained
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.run.setup import assemble
@@ -204,6 +204,21 @@ def test_merged_weights_compute_the_same_logits(base_of):
         for one, params in ((parts, before), (complete, jax.jit(merge)(before)))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_token_rows_need_no_index_per_weight(dim):
+    """Without unique indices, jax differentiates a scatter with an integer array of its size."""
+    base, rows = jnp.ones((50, 50), jnp.bfloat16), jnp.zeros((3, 50))
+    # Device 1 of two has tokens 50 to 99.
+    loss = lambda rows: jnp.sum(TokenRows(base, rows, (3, 60, 7), dim).complete(50) * 2.0)
+    gradient = jax.make_jaxpr(jax.grad(loss))(rows)
+    shapes = {(str(v.aval.dtype), v.aval.shape) for eqn in gradient.eqns for v in eqn.outvars}
+    assert ("bfloat16", (50, 50)) in shapes
+    assert not any("int" in dtype and math.prod(shape) >= base.size for dtype, shape in shapes)
+    expected = np.zeros((3, 50))
+    expected[1] = 2
+    np.testing.assert_array_equal(jax.grad(loss)(rows), expected)
 
 
 def test_invalid_settings_are_reported_together(base_of):

@@ -261,13 +261,15 @@ class TokenRows(AdaptedWeight):
         """Return the base [*dims] with the rows written to it; its first token is `first`."""
         size = self.base.shape[self.dim]
         own = jnp.asarray(self.ids, jnp.int32) - first
-        own = jnp.where((own >= 0) & (own < size), own, size)  # those of other devices are dropped
+        # Rows of other devices are dropped. Distinct indices avoid an index per weight in backward.
+        dropped = size + jnp.arange(len(self.ids), dtype=jnp.int32)
+        own = jnp.where((own >= 0) & (own < size), own, dropped)
         rows = self.rows.astype(self.base.dtype)
         axes = tuple(sorted(set().union(*map(collectives.varying_axes, (self.base, rows, own)))))
         base, rows, own = collectives.vary((self.base, rows, own), axes)
         if self.dim == 0:
-            return base.at[own].set(rows, mode="drop")
-        return base.at[:, own].set(rows.T, mode="drop")
+            return base.at[own].set(rows, mode="drop", unique_indices=True)
+        return base.at[:, own].set(rows.T, mode="drop", unique_indices=True)
 
     def merged(self) -> Array:
         """Return the complete table or kernel, float32 [*dims of the base]."""

@@ -297,7 +297,10 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
     turn = {
         "logits": head.get("logits", 0.0),
         "head activations": head.get("head activations", 0.0),
-        "head gradient": WIDE * job.total(job.only_trained(job.outer), "gathered"),
+        "head gradient": max(
+            WIDE * job.total(job.only_trained(job.outer), "gathered"),
+            head.get("head gradient", 0.0),
+        ),
     }
     return {
         "loss": {**common, **kept, **turn},

@@ -435,9 +435,13 @@ class DecoderCosts(ModelCosts):
         """Return the bytes alive during the loss: chunks of logits, gradient of the kernel."""
         job = self.job
         kernel, logits = self.d_model * self.columns, job.loss_chunk * self.columns
+        trains = job.trained_share(job.outer) > 0
+        tables = [w for w in job.only_trained(job.outer) if self.shape.vocab_dim in w.dims]
+        # Trained rows (`lora.token_ids`) are written to a copy of the frozen kernel.
+        copies = 1 + (trains and not tables and self.shape.columns == self.shape.vocab)
         return {
-            "head gradient": WIDE * kernel * (job.trained_share(job.outer) > 0),
-            "gathered weights": job.compute_bytes * kernel,
+            "head gradient": WIDE * kernel * trains,
+            "gathered weights": job.compute_bytes * kernel * copies,
             "logits": (WIDE + job.compute_bytes) * logits,
             "head activations": 3 * job.compute_bytes * job.tokens * self.d_model,
         }
