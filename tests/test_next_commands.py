@@ -153,8 +153,10 @@ def test_notebook_runs(path, execute):
     )
     for line in ("\nmesh ", "train step compiled", "\nended ", "\nnext "):
         assert line in printed, printed
+    chat = ["Good day.", "Farewell."]
     expected = {
         "train": ["training loss", "<svg", "iVBORw0KGgo"],
-        "finetune": ["Good day.", "Farewell."],
+        "finetune": chat,
+        "lora": [*chat, "frozen ones kept every bit"],
     }
     assert all(word in printed for word in expected[path.stem]), printed[-2000:]
