@@ -37,7 +37,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first access, because the launcher reads manifests without JAX."""
+    """Return a class, imported at the first access: the launcher reads manifests without JAX."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -69,13 +69,13 @@ def relative(part: Index, index: Sequence[slice]) -> Index:
 
 
 def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
-    """Return (start, stop) of each dim; `index` has slices of leading dims, None = all of them."""
+    """Return (start, stop) of each dim; dims without a slice in `index` (or None) are complete."""
     bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=False)]
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
 def slices_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
-    """Return a slice of each dim; `index` has slices of leading dims, None = all of them."""
+    """Return `bounds_of` as slices."""
     return tuple(slice(*part) for part in bounds_of(index, shape))
 
 

@@ -96,7 +96,7 @@ class Checkpointer:
                 self.commit()
 
     def commit(self) -> None:
-        """Delete unfinished saves and mark rejected checkpoints; afterwards saves are allowed."""
+        """Delete unfinished saves, mark rejected checkpoints, start due exports; allow saves."""
         self._is_held = False
         self._group.decide(self._clean)
         self._reader.commit()
@@ -122,12 +122,13 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
         moments: MomentFiles | None = None,
     ) -> None:
-        """Save the state of `step`; blocks only while arrays are copied to the host.
+        """Save the state of `step`; with `config.in_background` blocks only for the copy to host.
 
-        Waits for the previous save first. A failure is reported and counted, and training
-        continues. A step that is already saved is skipped. Raises `CheckpointError` after
-        `MAX_FAILURES` failed saves in a row. In a job of several processes also raises it if this
-        process fails after all began to write, because only its exit unblocks the others.
+        Waits for the previous save first; a "local" save is skipped instead. A failure is reported
+        and counted, and training continues. A step that is already saved is skipped. Raises
+        `CheckpointError` after `MAX_FAILURES` failed saves in a row. In a job of several processes
+        also raises it if this process fails after all began to write, because only its exit
+        unblocks the others.
 
         Args:
             step: number of finished steps; names the checkpoint.
@@ -154,7 +155,7 @@ class Checkpointer:
             self._saver.wait()
 
     def wait(self, *, exports: bool = False) -> bool:
-        """Wait for the current save; return whether the last requested save is committed.
+        """Wait for the current save; return whether the last one, of the not local, is committed.
 
         With `exports`, also wait for the exports of the committed checkpoints.
         """
@@ -181,12 +182,12 @@ class Checkpointer:
     def pop_events(self) -> list[Event]:
         """Return the events since the last call, for metrics; the same on every process.
 
-        `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
-        in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
-        bytes), `preflight` (seconds), on process 0 `export` (step, seconds) and `export_failed`
-        (step, reason). Of local saves: `local_save` (step, blocked_s, written_s,
-        bytes), `local_save_failed` (step, reason), `local_save_skipped` (step),
-        `local_save_damaged` (step, process, reason).
+        `save` (step, halfway, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed`
+        (step, reason, in_a_row), `save_skipped` and `checkpoint_skipped` (step, reason), `restore`
+        (step, seconds, bytes), `preflight` (seconds), only on process 0 `export` (step, seconds)
+        and `export_failed` (step, reason). Of local saves: `local_save` (step, blocked_s,
+        written_s, bytes of this process), `local_save_failed` (step, reason), `local_save_skipped`
+        (step), `local_save_damaged` (step, process, reason).
         """
         return self._events.pop()
 
@@ -200,9 +201,9 @@ class Checkpointer:
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
         """Return the newest step whose checkpoint passes verification; None without checkpoints.
 
-        Marks each rejected checkpoint (`<step>/CORRUPT`). Includes local saves if `target` returns
-        the abstract state for `restore`. Raises `CheckpointError` if every checkpoint fails
-        verification, so that a run never starts over silently.
+        Marks newer checkpoints that it rejects (`<step>/CORRUPT`). Includes local saves if `target`
+        returns the abstract state for `restore`. If nothing passes verification, marks none and
+        raises `CheckpointError`, so that a run never starts over silently.
         """
         self._saver.wait()  # a save in progress has no manifest yet
         abstract = target() if self._local is not None and target is not None else None
@@ -224,7 +225,7 @@ class Checkpointer:
 
     @property
     def is_local(self) -> bool:
-        """Return whether saves also go to local disks, with `meta` in every process."""
+        """Return whether there are local saves, for which every process must have `meta`."""
         return self._local is not None
 
     def survivable(self, state: Any) -> str:
@@ -248,10 +249,11 @@ class Checkpointer:
 
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
-        newest valid checkpoint, or an older one if its arrays are corrupt. Parts in `optional`
+        newest valid checkpoint (the local save if `choose` selected one), or an older one if its
+        arrays are corrupt. Parts in `optional`
         (`pytree.OPTIONAL`) may be missing in checkpoint or state: if the checkpoint lacks one, its
         abstract value is returned. Raises `ConfigError` for missing or extra leaves and other
-        shapes, and `CheckpointError` if there is nothing to restore.
+        shapes, and `CheckpointError` if nothing, or not this `step`, can be restored.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
@@ -329,7 +331,7 @@ class Checkpointer:
         return self._reader.document(step)["arrays"]
 
     def preflight(self, state: Any = None) -> None:
-        """Test the save path before training, and the free space for `state`."""
+        """Write and read a small array, check free space for `state`; raises `CheckpointError`."""
         start = time.perf_counter()
         leaves = pytree.leaves_of(state)
         self._group.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
@@ -352,7 +354,7 @@ class Checkpointer:
         thread.shutdown(wait=False)
 
     def finish_preflight(self) -> None:
-        """Wait for a started preflight."""
+        """Wait for the preflight, if one was started, and raise its error."""
         started, self._preflight = self._preflight, None
         if started is not None:
             started.result()

@@ -27,7 +27,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class MismatchError(ConfigError):
-    """Raised if a checkpoint's arrays do not match the settings; `document` is its JSON."""
+    """Raised if arrays do not fit the settings; `document` is the JSON of their checkpoint."""
 
     def __init__(self, step: int, problems: list[str], document: dict[str, Any]):
         self.step, self.document = step, document
@@ -138,10 +138,10 @@ class EventLog:
 
 
 def one_line(error: BaseException) -> str:
-    """Shorten an error to one line with cause and path; messages of Orbax have hundreds.
+    """Return an error as one line with cause and path; messages of Orbax have hundreds of lines.
 
-    TensorStore nests its messages: the last path and the number of the system's error are the
-    cause. Notes in brackets follow.
+    The message of a `CheckpointError` is returned unchanged. Of nested messages of TensorStore: the
+    last path and the text of the system's error.
     """
     if isinstance(error, CheckpointError):
         return str(error)

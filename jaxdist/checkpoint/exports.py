@@ -42,17 +42,17 @@ class Exports:
 
     @property
     def unfinished(self) -> list[int]:
-        """Steps of the exports that have not ended."""
+        """Return the steps whose exports are queued or running."""
         return [step for step, future in [*self._futures.items()] if not future.done()]
 
     def resume(self, step: int) -> None:
-        """Start the exports up to a step that earlier starts of the run did not finish."""
+        """Queue the due exports, up to `step`, that earlier starts of the run did not finish."""
         for stored in manifest.steps_in(self._checkpoints) if self._config.exports_saves else []:
             if stored <= step and self._is_due(stored) and not self._output(stored).exists():
                 self._futures[stored] = self._thread.submit(self._export, stored)
 
     def committed(self, step: int) -> None:
-        """Delete the export of an older checkpoint of this step; start the new one if it is due."""
+        """Queue: delete an older export of this committed step, and export it again if due."""
         if self._config.export != "none" and not self._stopped:
             self._futures[step] = self._thread.submit(self._replace, step)
 

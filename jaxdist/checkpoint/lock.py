@@ -52,7 +52,10 @@ class DirectoryLock:
         }
 
     def acquire(self) -> None:
-        """Acquire the lock, also from a dead run; raises `ConfigError` if a live run holds it."""
+        """Acquire the lock, perhaps after waiting for heartbeats of the holder, which may be dead.
+
+        Raises `ConfigError` if a live run holds it, or if the directory cannot be written.
+        """
         path = self._directory / FILE_NAME
         if path.path in _held:
             raise self._refusal(self._record)
@@ -88,14 +91,15 @@ class DirectoryLock:
     def lost(self) -> str:
         """Return why this process must stop writing; "" while it holds the lock.
 
-        Without storage locks, another run takes over if this one stops for three heartbeats.
+        Without storage locks, also writes a heartbeat: after three missing ones another run may
+        take over.
         """
         if self._file is not None and not self._file.is_exclusive:
             self._write()
         return self._lost
 
     def release(self, *, undo: bool = False) -> None:
-        """Release the lock; `undo` restores the lock file to its content before `acquire`."""
+        """Release the lock; `undo` restores the lock file, or its absence, before `acquire`."""
         if self._file is None or self._beating is None:
             return
         self._stop.set()

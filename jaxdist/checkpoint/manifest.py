@@ -57,7 +57,7 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """Return the checkpoint directory inside or above a path, and its step (None = not named)."""
+    """Return the checkpoint directory at, in or above a path, and the step it ends in, or None."""
     location = locate(path).absolute()
     for candidate in (location / "checkpoints", location, location.parent):
         if steps_in(candidate) and (candidate != location.parent or location.name.isdecimal()):
@@ -97,7 +97,7 @@ def write(
     *,
     halfway: bool = False,
 ) -> None:
-    """Write the manifest, which commits a checkpoint; its other files are complete.
+    """Write the manifest, which commits a checkpoint whose other files are complete.
 
     `files` maps a path inside the checkpoint to size and CRC-32. A `halfway` checkpoint is kept
     only until the next one is committed.
@@ -149,7 +149,7 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
 def content_problems(
     checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
-    """Return an error for each of the files `names` whose CRC-32 differs; may raise `OSError`."""
+    """Return an error for each differing or unreadable file of `names`; may raise `OSError`."""
 
     def problem(name: str) -> str:
         try:
@@ -202,7 +202,7 @@ def mark(checkpoint: Location, marker: str, reason: str) -> None:
 
 
 def delete(checkpoint: Location) -> None:
-    """Delete a checkpoint, its manifest first, so that a kill never leaves a partial one."""
+    """Delete a checkpoint, its manifest first: if a kill interrupts this, it no longer counts."""
     (checkpoint / FILE_NAME).delete()
     crash_point("during_retention")
     checkpoint.delete_tree()

@@ -41,7 +41,7 @@ _PREFIX = "jaxdist-moments-"
 
 
 class DamagedMoments(RuntimeError):
-    """Raised for a file of optimizer moments that is incomplete or of another step."""
+    """Raised for a file of optimizer moments that is incomplete, damaged or of another step."""
 
     advice = (
         "check the disk of train.offload_optimizer, and that no other program writes there; then "
@@ -91,7 +91,7 @@ class MomentFiles:
         return cls(directory, parts)
 
     def check(self) -> None:
-        """Delete files of killed processes; raise `ConfigError` if the disk cannot be used."""
+        """Delete files of killed processes; `ConfigError` if the disk is read-only or too full."""
         name = f"train.offload_optimizer=disk:{self.directory}"
         if not self.directory.is_dir() or not os.access(self.directory, os.W_OK | os.X_OK):
             raise ConfigError(
@@ -112,7 +112,7 @@ class MomentFiles:
             )
 
     def fill_zeros(self) -> None:
-        """Write the moments of a new run, step 0."""
+        """Write zeros, the moments of a new run at step 0."""
         for number, group in enumerate(self.groups):
             zeros = [np.zeros(part.shape, part.leaf.value.dtype) for part in group]
             self._replace(number, self._write_new(number, 0, zeros))
@@ -194,7 +194,7 @@ class Snapshot:
         self._moments, self._files, self._step = moments, files, step
 
     def add_to(self, checkpoint: Location, document: dict[str, Any]) -> None:
-        """Add the moments to the arrays of a checkpoint and to its document; end the snapshot."""
+        """Write the moments, and `document` with their entries, to a checkpoint; delete links."""
         rows: dict[str, tuple[int, ...]] = {}
         for part in self._parts():
             rows.setdefault(part.leaf.name, part.shape)  # the first part is the largest
@@ -221,7 +221,7 @@ class Snapshot:
 
 
 def _read(file: Path, parts: Sequence[MomentPart], step: int) -> list[np.ndarray]:
-    """Return the moments [part] in a file; raises `DamagedMoments`."""
+    """Return the moments [part] in a file of `step`; raises `DamagedMoments` for any other file."""
     data: Any = np.empty(sum(part.num_bytes for part in parts), np.uint8)
     length = 0
     with open(file, "rb", buffering=0) as opened:

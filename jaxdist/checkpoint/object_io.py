@@ -160,7 +160,7 @@ class ObjectArray:
         return out
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write `part` [shape of `index`] as complete chunks; chunks at array ends are padded."""
+        """Write `part` [shape of `index`], from a chunk boundary on, as complete, padded chunks."""
         index = slices_of(index, self.shape)
         if part.size == 0:
             return
@@ -191,7 +191,7 @@ class ObjectArray:
 
 
 def _restore(stored: ObjectArray, target: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor) -> Any:
-    """Read a global array of the shape, dtype and sharding of `target`."""
+    """Return the global array with the shape, dtype and sharding of `target`, read by `pool`."""
     held: dict[Any, np.ndarray] = {}
     reads: list[Future[None]] = []
     for index in target.sharding.addressable_devices_indices_map(target.shape).values():

@@ -198,7 +198,7 @@ def stored_copies(names: Collection[str]) -> list[str]:
 
 
 def split_stored(target: Any, item: str, names: Collection[str]) -> tuple[Any, Any]:
-    """Return the parameters [...] to read from `item`, and those to read from `params`.
+    """Return the parameters [...] to read from `item`, and others that only `params` has.
 
     Both are trees like `target`, with None at the leaves of the other. `names` are the names of a
     checkpoint's arrays.

@@ -46,7 +46,10 @@ class Reader:
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
-        """Return the newest valid step, None without checkpoints; raises if all are corrupt."""
+        """Return the newest valid step; None without checkpoints.
+
+        Marks newer, corrupt ones. If all are corrupt, marks none and raises `CheckpointError`.
+        """
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):
             if reason := self.problem(step):
@@ -65,7 +68,7 @@ class Reader:
         )
 
     def require(self, step: int | None) -> int:
-        """Return `step` if it is valid, else raise; None = the newest valid step."""
+        """Return `step`, or the newest valid one if None; `CheckpointError` if it is not valid."""
         if step is None:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(
@@ -83,7 +86,7 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Return why a checkpoint must not be loaded, or ""; `full` also checks large files."""
+        """Return why a checkpoint must not be loaded, or ""; `full` overrides `config.verify`."""
         if step in self._corrupt:
             return self._corrupt[step]
         level = "full" if full else self.config.verify
@@ -134,7 +137,7 @@ class Reader:
         self._corrupt.clear()  # the markers stay until the steps are saved again
 
     def remember_corrupt(self, step: int, reason: str) -> None:
-        """Record that loading detected a corrupt checkpoint."""
+        """Record why loading rejected a checkpoint, so that `choose` rejects it too."""
         self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
@@ -159,8 +162,8 @@ class Reader:
         """Read the leaves of `target`, verify them, and return them in its structure.
 
         `step` is a checkpoint whose files were verified; `target` must cover the `items`, () = all.
-        For other arguments see `Checkpointer.restore`. Raises `MismatchError` and
-        `CorruptCheckpoint`.
+        `reinit` is as in `Checkpointer.restore_params`, `optional` as in `restore`. Raises
+        `MismatchError` and `CorruptCheckpoint`.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
@@ -198,7 +201,7 @@ class Reader:
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
     ) -> list[jax.Array]:
-        """Return the stored arrays [...] on the requested shardings; compare their checksums."""
+        """Return stored arrays [...], sharded as requested, verified unless `verify` is none."""
         targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]

@@ -88,7 +88,7 @@ class Saver:
         halfway: bool = False,
         moments: MomentFiles | None = None,
     ) -> None:
-        """Wait for the previous save, then start one.
+        """Wait for the previous save; start one unless `step` is saved; return after the copy.
 
         A `halfway` save is deleted after the next save is committed. `moments` are the moments that
         are in files and not in `state`.
@@ -130,7 +130,7 @@ class Saver:
         return waited_s
 
     def close(self) -> None:
-        """Stop the threads of Orbax and of this saver."""
+        """Stop the threads of Orbax and of this saver, and the current export."""
         self._thread.shutdown(wait=False)
         self._writer.close()
         self.exports.close()
@@ -146,7 +146,7 @@ class Saver:
             )
 
     def complete(self) -> dict[int, Saved]:
-        """Return step -> metrics and kind of each checkpoint with a valid manifest."""
+        """Return step -> metrics and `halfway` of each checkpoint with a valid manifest."""
         saved = {}
         for step in manifest.steps_in(self._directory):
             try:
@@ -157,7 +157,7 @@ class Saver:
         return saved
 
     def _prepare(self, step: int, num_bytes: int, unreachable: list[str]) -> bool:
-        """On process 0: free space and check preconditions; False if `step` is already saved."""
+        """On process 0: delete unfinished saves, check preconditions; False if `step` is saved."""
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
         self._delete_leftovers()
@@ -187,7 +187,7 @@ class Saver:
         return ""
 
     def _check_reachable(self) -> None:
-        """Raise unless this is the directory that was opened.
+        """Raise unless this is the directory that was opened, and the lock is still held.
 
         If the file system were unmounted, a save would fill the local disk. Orbax creates missing
         directories, so only the lock file proves that it is mounted.

@@ -140,10 +140,10 @@ def rewrite(
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
 ) -> CheckpointWriter:
-    """Write the `items` of a checkpoint with other chunks or dtypes, chunk by chunk.
+    """Write the `items` of a checkpoint with other chunks or dtypes; return the finished writer.
 
-    Each array is verified while it is read. `chunk_of` and `dtype_for` map its name to the shape of
-    its chunks and the dtype to store.
+    Each array is verified while it is read, chunk by chunk. `chunk_of` and `dtype_for` map its name
+    to the shape of its chunks and the dtype to store.
     """
     entries = {n: e for n, e in source.entries.items() if n.partition("/")[0] in items}
     sizes = [math.prod(e["shape"]) * dtype_of(dtype_for(n)).itemsize for n, e in entries.items()]

@@ -21,7 +21,7 @@ _NAMED = 4  # sets of hosts listed in a log line
 
 @dataclasses.dataclass(frozen=True, order=True)
 class FailureDomain:
-    """The host of a process and its rack, which fail as one; rack "" = unknown."""
+    """The host of a process and the rack of that host ("" = unknown); each may fail as one."""
 
     rack: str
     host: str
@@ -53,9 +53,10 @@ def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]
 def receivers(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[int, list[int]]:
-    """Return process -> the processes of other hosts that keep a copy of its shards.
+    """Return process -> the processes, on `neighbours` other hosts, that copy its shards.
 
-    Equal `shards` are equal data, so the shards of a replica on another host count as a copy.
+    Equal `shards` are equal data: only their first process is a key, and the hosts of the others
+    count as copies. A process that needs no copies is no key.
     """
     hosts = sorted(set(domains))
     number = {domain: i for i, domain in enumerate(hosts)}
@@ -99,8 +100,8 @@ class Survivable:
 
     Attributes:
         any_hosts: number of arbitrary hosts that may be lost together.
-        any_rack: whether any single rack may be lost; None if no racks are known.
-        fatal: smallest sets of hosts that may not be lost together.
+        any_rack: whether any single rack may be lost; None unless there are several racks.
+        fatal: sets of hosts that may not be lost together; none includes another.
     """
 
     num_hosts: int
@@ -147,9 +148,9 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return all distances along the ring from a host to the host that keeps its copies.
+    """Return the possible distances along the ring from a host to the one that keeps its copies.
 
-    The distance with the fewest copies inside the own rack comes first.
+    They are sorted by the number of copies that would stay in their own rack, lowest first.
     """
     count = len(hosts)
     # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring

@@ -24,17 +24,17 @@ class Lineage:
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation (a start or a rollback), counted from 0."""
+        """Number of the newest generation (a start or a rollback), counted from 0; -1 = none."""
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Return whether a save is valid: no later generation resumed from a step before it."""
+        """Return whether a save is valid: its generation exists, no later one resumed before it."""
         exists = 0 <= generation <= self.generation
         return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 
 
 def read(directory: Location) -> Lineage:
-    """Return the lineage of a checkpoint directory; a new one if it has none."""
+    """Return the lineage of a checkpoint directory; a new one if it has none that is valid."""
     try:
         stored = (directory / FILE_NAME).json()
         return Lineage(str(stored["run"]), [int(step) for step in stored["resumed_from"]])

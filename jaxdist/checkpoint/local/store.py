@@ -30,7 +30,7 @@ class Save(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path below the run's directory."""
+        """Path below `LocalStore.root`."""
         return f"{self.generation}/{self.shards}/{self.step}"
 
 
@@ -110,12 +110,12 @@ class LocalStore:
         self.delete(s for s in self._all() if not lineage.counts(s.generation, s.step))
 
     def close(self) -> None:
-        """Remove the run's directory if it has no saves."""
+        """Remove the directory `root` if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.root)
 
     def discard(self) -> None:
-        """Delete all saves of the run."""
+        """Delete all saves of the run on this host; errors are ignored."""
         with contextlib.suppress(OSError):
             self.root.delete_tree()
 
@@ -150,7 +150,8 @@ class LocalStore:
 class Selection(NamedTuple):
     """The chosen save and, per process, the process to read its shards from (itself if possible).
 
-    If no save is complete, `sources` is empty and `reason` has why the newest was rejected.
+    If no save is complete, `sources` is empty and `reason` is why the newest was rejected ("" if
+    there is none).
     """
 
     generation: int = 0

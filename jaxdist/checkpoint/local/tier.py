@@ -55,7 +55,7 @@ from jaxdist.settings import ConfigError
 
 
 class Peer(NamedTuple):
-    """A process whose files this one reads: its host, and the address of its file server."""
+    """A process, its host, and the address of the file server from which others read its saves."""
 
     process: int
     host: str
@@ -100,7 +100,7 @@ class LocalTier:
     # -- saving ------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """Invalidate local saves after `step`, from which the run continues."""
+        """Invalidate saves after `step`, where the run continues; fetch copies that are missing."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
         if self._chosen is None or self._chosen.step != step:
@@ -116,7 +116,7 @@ class LocalTier:
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Record the step this start resumed from, before its first save of either kind."""
+        """Record, once, the step this start resumed from; after a failure `save` does nothing."""
         if self._has_begun:
             return
         self.wait()
@@ -144,7 +144,7 @@ class LocalTier:
         return str(self._group.decide(line))
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Save the state of `step`; blocks only while this process's shards are copied."""
+        """Save the state of `step`, unless a save still runs; blocks only for the copy to host."""
         begin = time.perf_counter()
         self.begin()
         if not self._has_begun:
@@ -329,7 +329,10 @@ class LocalTier:
                 return int(step)
 
     def load(self, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Return state and meta of the save that `choose` selected, with the target's shardings."""
+        """Return state, sharded as `target`, and meta of the save that `choose` selected.
+
+        Raises `CorruptCheckpoint`, after which `choose` rejects this save.
+        """
         start, save = time.perf_counter(), self._chosen
         assert save is not None
         leaves, arrays, problem = pytree.leaves_of(target), [], ""
@@ -374,7 +377,7 @@ class LocalTier:
         ]
 
     def _fetch_verified(self, save: Save, source: Peer) -> str:
-        """Verify this process's shards, fetching them if needed; return "" or the error."""
+        """Fetch this process's shards, or verify its own; return "", or delete them, return why."""
         problem = ""
         if source.process == self._me:
             problem = self._store.problem(save)
@@ -437,7 +440,7 @@ def name_of(leaf: int, piece: int) -> str:
 
 
 def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
-    """Return a digest that identifies this process's set of shards: names, shapes, indices."""
+    """Return a digest of this process's shards: of names, shapes, dtypes, indices, not values."""
     described = []
     for leaf in leaves:
         shape, dtype = _stored(leaf)
@@ -448,7 +451,7 @@ def digest_of(leaves: Sequence[pytree.Leaf]) -> str:
 def to_host(
     leaves: Sequence[pytree.Leaf], arrays: Sequence[Array], copies: HostCopies
 ) -> list[tuple[str, np.ndarray]]:
-    """Return name and copy, uint8 [bytes], of each piece of the `pytree.plain` arrays [...]."""
+    """Return name and copy, uint8 [bytes], of each distinct local shard of `plain` arrays [...]."""
     for array in arrays:
         for shard in array.addressable_shards:
             shard.data.copy_to_host_async()
