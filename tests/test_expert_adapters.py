@@ -151,7 +151,7 @@ def alone_quantized(wide):
     ("mesh", "base_format", "microbatches"),
     [
         ("dp=2,ep=2,tp=2", "nf4", 0),
-        pytest.param("pp=2,ep=2,cp=2", "int8", 2, marks=pytest.mark.product),
+        pytest.param("pp=2,ep=2,tp=2", "int8", 2, marks=pytest.mark.product),
     ],
 )
 def test_a_mesh_has_the_same_quantized_experts(
