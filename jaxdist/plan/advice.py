@@ -188,7 +188,7 @@ def _on_data(plan: Plan) -> str:
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Return a sentence: the reason why the mesh uses an axis, or the effect of using it."""
+    """Return why the mesh uses an axis, or the speed with it, as text; "" if none with it fits."""
     used = plan.choice.job.spec[axis]
     others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
@@ -303,7 +303,7 @@ def _offer(size: Size) -> str:
 
 
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """Return text: no number of GPUs meets deadline and budget, and which single limit would do."""
+    """Return text: no number of GPUs meets both limits, and which deadline or budget would do."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
         "Impossible: no count of any type meets deadline and budget with a batch of "

@@ -93,7 +93,7 @@ class PlanConfig(RunConfig):
 
     @property
     def limits(self) -> Limits:
-        """Limits on days and money of the run."""
+        """Limits on days and money of the run; 0 = no limit."""
         return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
@@ -184,7 +184,7 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
 
 
 def read_gpus(config: PlanConfig) -> dict[str, Gpu]:
-    """Return the GPUs of the catalog and of the user's file."""
+    """Return name -> GPU of the catalog, and of the file of `hardware` if it is set."""
     return read_hardware(config.hardware) if config.hardware else dict(GPUS)
 
 

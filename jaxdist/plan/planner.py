@@ -43,7 +43,7 @@ _MOST_COMPILATIONS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerCheck:
-    """Result of compiling a candidate, and the faster candidates that did not fit when compiled."""
+    """Result of compiling a candidate, and other candidates that did not fit when compiled."""
 
     outcome: CompiledStep | NotCompiled
     rejected_by_compiler: tuple[tuple[Candidate, CompiledStep], ...] = ()
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the run fits."""
+        """True if `total_bytes` are at most the usable bytes of a GPU."""
         return self.total_bytes <= self.choice.usable_bytes
 
 

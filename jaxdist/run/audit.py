@@ -69,7 +69,7 @@ class MeshDifference:
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Return the audit of the traced train step; `fields` are its rows' (None = the settings')."""
+    """Return the audit of the traced train step for rows of `fields`; None = of the settings."""
     reduce_dtype = parts.plan.reduce_dtype
     # The same arguments as in training, so that jax caches the trace.
     traced = parts.step.train.trace(parts.step_state(), parts.abstract_batch(fields), math.inf)
@@ -212,7 +212,7 @@ def _wrong_on(
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
-    """Return the run with a small float32 model and few rows that satisfy the mesh's rules."""
+    """Return the settings with a small float32 model and few rows that satisfy the mesh's rules."""
     total = spec[PIPELINE] * config.pipeline.num_virtual_stages
     layers = 2 * total - (config.model.dims.get("layers", 0) % total > 0)
     multiple = math.prod(spec.sizes.values())
@@ -241,7 +241,7 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 
 def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Return sums and gradients of one step, each the unsharded array [...], by name."""
+    """Return sums, gradients and gradient norm of one step by name, each an unsharded [...]."""
     function = make_value_and_grad(
         parts.model,
         parts.layout,
@@ -267,7 +267,7 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Return random rows [global_batch_size, ...] of the fields and dtypes; some weights are 0."""
+    """Return rows [global_batch_size, ...] of `fields`, mostly random; about 1 weight in 5 is 0."""
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}

@@ -16,7 +16,7 @@ from jaxdist.settings import ConfigError
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset with an order in which all rows of an example follow each other."""
+    """Return the dataset with the rows of each example in sequence; a stream is unchanged."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 
@@ -46,7 +46,7 @@ def check_passes(config: RunConfig, dataset: TrainData) -> None:
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Reject data of a kind that the model does not take, or with too many tokens or classes."""
+    """Reject data of another kind or dtype than the model's, or with more tokens or classes."""
     kind = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != kind:
         raise ConfigError(

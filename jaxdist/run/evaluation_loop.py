@@ -31,12 +31,13 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the mean loss in nats, perplexity and bits per byte of text, and accuracy if counted.
+    """Return the mean loss in nats and other metrics, for text also perplexity and bits per byte.
 
     `unit` is the key of the total weight. With named sets, `NAME/loss` ... are the metrics of each
     set, and those without a name are the metrics of the first set. The last batch may be ragged
     (its padding has weight 0). `params` are sharded as in training. `max_batches` of each set are
-    spread over it; 0 = every row once. Raise `NoLabels` if all weights of a set are 0.
+    spread over it; 0 = every row once. Each batch is followed by a call of `on_batch`. Raise
+    `NoLabels` if all weights of a set are 0.
     """
     results: dict[str, float] = {}
     for name, rows in dataset.sets().items():
@@ -61,9 +62,9 @@ def _sums(
     sizes: Any,
     on_batch: Callable[[], None],
 ) -> dict[str, float]:
-    """Return the sums of `Step.evaluate`, and the `bytes` of the targets.
+    """Return the sums of `Step.evaluate` over all batches, and the `bytes` of the targets.
 
-    `sizes` are the bytes of each token, float32 [vocab], or None.
+    `sizes` are the bytes of each token, float32 [vocab]; None = do not count `bytes`.
     """
     sharding = step.batch_sharding
     batches = eval_batches(
@@ -90,7 +91,7 @@ def _sums(
 
 @jax.jit
 def _count_bytes(sizes: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the number of bytes of targets [batch, seq] of weight > 0; float32 [].
+    """Return the sum of bytes × weight over targets [batch, seq]; float32 [].
 
     `sizes` [vocab] are the bytes of each token.
     """
@@ -133,7 +134,7 @@ class EarlyStopping:
         return 0 < self._patience <= self._num_worse
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Count one evaluation by its loss in `metrics`; {} = nothing was evaluated."""
+        """Count one evaluation by its loss in `metrics`; without a loss, change nothing."""
         if "loss" in metrics:
             is_better = metrics["loss"] < self._lowest
             self._lowest = metrics["loss"] if is_better else self._lowest

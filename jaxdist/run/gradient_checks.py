@@ -42,7 +42,7 @@ def is_measured(shape: tuple[int, ...], dtype: Any, parameter_shape: tuple[int, 
 
 
 def layer_names(parameter: str, flags: np.ndarray) -> list[str]:
-    """Return [the parameter] if all `flags` are set, else its layers with a set flag.
+    """Return [the parameter] if all `flags` are set, else "NAME of layer N" for each set flag.
 
     Flags are bool [num_layers], or [] for a parameter without layers.
     """
@@ -93,7 +93,7 @@ def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
 
 
 def zero_moments(arrays: Mapping[str, np.ndarray], parameter: str, shape: tuple[int, ...]) -> Any:
-    """Return whether a moment of a parameter is all zeros: bool [num_layers] if stacked, else [].
+    """Return whether a moment is all zeros: bool [num_layers] for stacked layers, else a scalar.
 
     `arrays` has the moments [...] of that parameter by name; `shape` is the parameter's.
     """

@@ -141,7 +141,7 @@ class RecordWriter:
             self._is_failing = False
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; save records that cannot be written in a temporary file, and warn."""
         if self._file is None:
             return
         try:

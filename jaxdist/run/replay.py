@@ -120,7 +120,7 @@ class History:
         return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
 
     def check(self, step: int, first_sample: int, digest: str) -> None:
-        """Raise ConfigError unless a step has this first sample and digest in the data ledger."""
+        """Raise ConfigError if the run recorded another first sample or data digest for a step."""
         record = self.recorded.get(step, {})
         if record.get("data_ledger", digest) != digest:
             raise ConfigError(

@@ -105,7 +105,8 @@ class RunDirectory:
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return a line for each changed setting except `START_SETTINGS`.
 
-        If the old file is missing or damaged, one line reports that.
+        If a resumed run's old file is missing or damaged, the only line reports that. Processes
+        other than 0 write nothing and return [].
         """
         if not self.is_writer:
             return []
@@ -125,7 +126,10 @@ class RunDirectory:
         return [f"{name}: {before} -> {now}" for name, (before, now) in changed.items()]
 
     def starts(self) -> list[dict[str, Any]]:
-        """Return the records of environment.json, the newest first; [] if missing or damaged."""
+        """Return the newest record of environment.json, then the earlier ones, oldest first.
+
+        [] if the file is missing or damaged.
+        """
         try:
             record = read_table(self.environment, decode)
         except ConfigError:
@@ -174,7 +178,7 @@ def new_run_path(name: str) -> Location:
 
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old, new value) by name of the settings that differ, except `START_SETTINGS`."""
+    """Return name -> (old, new value) of the settings that differ, except `START_SETTINGS`."""
     names = sorted((old.keys() | new.keys()) - {*START_SETTINGS})
     pairs = {name: (old.get(name, "not set"), new.get(name, "not set")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -215,9 +215,10 @@ class Session:
             return self.timer.fetch(lambda: next(self.loader))
 
     def dispatch(self, batch: Batch) -> Metrics:
-        """Dispatch the train step for a batch of arrays [global_batch_size, ...], without blocking.
+        """Dispatch the train step for a batch of arrays [global_batch_size, ...].
 
-        Return replicated scalars []; the devices still compute them.
+        Return its metrics by name, replicated scalars [] that the devices still compute. The first
+        call may compile, and call number `FIRST_STEPS` waits for the devices.
         """
         limit = self.guard.update_limit(self.step + 1)
         if not self._compiled:
@@ -232,7 +233,7 @@ class Session:
         return metrics
 
     def _warn_without_gradient(self) -> None:
-        """Name the parameters without gradient since the start; waits for the step once."""
+        """Warn of parameters that have had no gradient so far; waits for the newest step."""
         with self.phase("gradient check"):
             jax.block_until_ready(self.state)
             names = without_gradient(self.state, self.parts.plan.layers.positions)
@@ -261,7 +262,7 @@ class Session:
         )
 
     def sync(self, actions: StepActions) -> None:
-        """Wait for the newest step and report it; raises as `StepReporter.flush` does."""
+        """Wait for the newest step; report it (`StepReporter.flush`) unless only a trace is due."""
         if actions.trace and not (actions.evaluate or actions.save or actions.leave):
             # A trace may be due on this process only. The other processes report this step after
             # dispatching the next one, and a rollback needs all processes at the same step.
@@ -285,7 +286,8 @@ class Session:
     def evaluate(self, max_batches: int) -> dict[str, float]:
         """Evaluate `eval.tasks`, and `max_batches` of held-out rows (0 = every row once).
 
-        Return the metrics; {} without tasks and rows.
+        Return the metrics; {} without tasks and rows, or if a set has no labels. If
+        `eval.sample` is "always", also generate a sample.
         """
         if self.config.eval.sample == "always":
             self.sample()
@@ -323,7 +325,10 @@ class Session:
             self.monitor.event("keep_best_missing", message=text, level=logging.WARNING)
 
     def sample(self) -> None:
-        """Generate a short text with a language model. Failures only cause a warning."""
+        """Record a short text that the model generates; a failure only causes a warning.
+
+        Do nothing if the model is not a decoder, or if the job has several processes.
+        """
         if self.parts.model.decoding is None or jax.process_count() > 1:
             return
         with self.phase("sample"):
@@ -344,6 +349,7 @@ class Session:
 
         `metrics` are from an evaluation of this state, for `checkpoint.keep_best`. `due` is the
         kind of a scheduled save, else "". `force` waits until a run-directory save is committed.
+        Raise `Stopped` instead if weights contain NaN or infinity.
         """
         with self.phase("save"):
             if names := nonfinite_names(self.state.groups):
@@ -370,7 +376,7 @@ class Session:
         self.forward_events()
 
     def roll_back(self, rollback: Rollback) -> None:
-        """Return to the newest checkpoint, and skip the batch of the anomaly from now on."""
+        """Return to the newest valid checkpoint; skip the batch of an anomaly from now on."""
         anomaly = rollback.anomaly
         left_out = anomaly.all_left_out if anomaly else self.loader.left_out
         self.loader.close()

@@ -120,7 +120,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the initial weights of a new run before a watchdog or another process waits.
+    """Download initial weights of the hub before a watchdog or another process waits for them.
 
     A resumed run needs them only next to adapters.
     """
@@ -236,7 +236,7 @@ def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any,
 
 
 def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
-    """Return whether a state by these settings has other arrays than the checkpoint of `error`."""
+    """Return whether the settings are invalid, or make other arrays than `error`'s checkpoint."""
     built = lambda c: (c.model, c.lora, c.train.seq_len, c.optim.freeze)
     train = dataclasses.replace(config.train, num_microbatches=0, offload_optimizer="none")
     config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)

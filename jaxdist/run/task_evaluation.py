@@ -203,7 +203,7 @@ class _RunModel:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether it is the most likely."""
+        """Return each continuation's log-probability, and whether its tokens are the likeliest."""
         del kwargs
         rows = [(context + target, len(target)) for _, context, target in requests]
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]

@@ -127,7 +127,7 @@ def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decode
 
 
 def prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
-    """Return why a prompt cannot be continued (empty, too long); ids are unsigned [length]."""
+    """Return why a prompt, ids [length], cannot be continued (empty, too long); [] if it can."""
     if not len(prompt):
         return ["is empty. Give it at least one character."]
     if len(prompt) + max_new_tokens > max_len:
@@ -166,7 +166,7 @@ def first_request(data: DataConfig, rows: TrainData) -> str:
 
 
 def first_question(rows: Dataset) -> np.ndarray:
-    """Return the token ids, int [length], of the first conversation up to its first answer."""
+    """Return the first row's token ids [length] before its first answer; length 0 without one."""
     row = rows[0]
     answered = np.flatnonzero(row["weights"])
     # The weight at a position applies to the next token.
@@ -176,8 +176,8 @@ def first_question(rows: Dataset) -> np.ndarray:
 def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, str]:
     """Continue the training text, or answer its first conversation, within `train.seq_len` tokens.
 
-    Return the prompt and the generated text, both empty without a tokenizer or if rows are
-    streamed.
+    Return the prompt and the generated text. Both are "" if the model is no decoder, rows are a
+    stream or have no tokenizer, or there is no prompt that leaves room for a token.
     """
     config = parts.config
     is_chat = config.data.is_chat

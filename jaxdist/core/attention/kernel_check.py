@@ -156,7 +156,10 @@ def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: 
 
 
 def _plain(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
-    """Return output and gradients of cuDNN for single documents, [rows, seq, heads, head_dim]."""
+    """Return output and gradients of cuDNN's kernel without packing: each row is one document.
+
+    Each is [rows, seq, heads or kv_heads, head_dim].
+    """
     near = (window - 1, 0) if window else None
     attend = partial(
         jax.nn.dot_product_attention,

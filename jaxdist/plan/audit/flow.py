@@ -29,7 +29,7 @@ HOLDERS = operations(
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Nesting of programs: (program, its equation that contains the next one), outermost first."""
+    """A nested `program`; `around` has (program, its equation with the next one), outer first."""
 
     program: Any
     around: tuple[tuple[Any, Any], ...] = ()

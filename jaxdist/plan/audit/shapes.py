@@ -64,7 +64,7 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
 
 
 def along(equation: Any, states: Sequence[int]) -> int | list[int]:
-    """Return the state of a cumulative sum or sort along one dim; other dims stay split."""
+    """Return the results' states of a cumulative sum or sort along a dim; others stay split."""
     params = equation.params
     dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
     linear = equation.primitive.name in ("cumsum", "rev")
@@ -77,7 +77,7 @@ def along(equation: Any, states: Sequence[int]) -> int | list[int]:
 
 
 def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a broadcast; an expanded dim of size 1 is no longer split."""
+    """Return the state of a broadcast; VARYING if it expands a split dim of size 1."""
     targets, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
     target = equation.outvars[0].aval.shape
     grown = {dim for dim, index in enumerate(targets) if source[dim] != target[index]}
@@ -243,7 +243,7 @@ def dot_general(equation: Any, states: Sequence[int]) -> int:
 
 
 def convolution(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a convolution with unsplit spatial dims: a product."""
+    """Return a convolution's state, as of a product; VARYING if spatial dims are split."""
     params = equation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         if ZERO in states:
@@ -328,7 +328,7 @@ def _window_indices(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
 
 
 def scatter_add(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a scatter-add; split updates to all rows give PARTIAL."""
+    """Return the state of a scatter-add; PARTIAL if devices add own updates to the same rows."""
     into, index, update = states[:3]
     state = _scattered(equation, index, update)
     if into == ZERO:

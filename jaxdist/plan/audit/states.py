@@ -138,7 +138,7 @@ def convert(equation: Any, states: Sequence[int]) -> int:
 
 
 def add(_: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum or difference; PARTIAL may only be added to PARTIAL."""
+    """Return the state of a sum or difference; raise `OmittedSum` for PARTIAL + complete value."""
     left, right = states
     if PARTIAL not in states:
         return join(left, right)

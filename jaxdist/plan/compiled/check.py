@@ -120,7 +120,7 @@ class CompiledStep:
         return collective.count * self.branch_shares.get(scopes[-1], 1.0)
 
     def wire_bytes(self) -> dict[tuple[str, str], float]:
-        """Return bytes sent per step by a device of the busiest stage, by (kind, "data+fsdp")."""
+        """Return (kind, axes: "data+fsdp") -> bytes a step that a busiest stage's device sends."""
         totals: dict[tuple[str, str], float] = {}
         for c in self.collectives:
             key = (c.kind, "+".join(c.axes))

@@ -264,7 +264,7 @@ def groups_and_axes(
 def _axes(
     groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: HloInstruction
 ) -> tuple[str, ...]:
-    """Return the mesh axes that device groups span, or the one along which they are contiguous."""
+    """Return the mesh axes that device groups span; if they are parts of one axis, that axis."""
     names, sizes = list(mesh), list(mesh.values())
     expected = {frozenset(group) for group in groups}
     size = len(groups[0])

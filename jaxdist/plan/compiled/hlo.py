@@ -69,7 +69,7 @@ class HloInstruction:
 
     @property
     def op_name(self) -> str:
-        """Name of the source operation in the traced program."""
+        """Name of the source operation in the traced program; "" if there is none."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 

@@ -32,7 +32,7 @@ def keys_by_window(job: Job) -> dict[int, float]:
 
 
 def keys_seen(job: Job) -> float:
-    """Return the mean keys per query on the busiest device, averaged over layers."""
+    """Return the keys computed per query on the busiest device, mean of layers; all with "xla"."""
     if job.attention == "xla":
         return float(job.seq_len)
     return (1 + imbalance(job)) * sum(keys_by_window(job).values())
@@ -81,14 +81,14 @@ def score_bytes(job: Job) -> int:
 
 
 def block_bytes(job: Job) -> float:
-    """Return the bytes of scores that block-wise attention writes and reads per layer."""
+    """Return the bytes of scores that block-wise attention writes and reads a layer; else 0."""
     if job.attention != "blockwise":
         return 0.0
     return 4.0 * WIDE * job.tokens * heads(job) * keys_seen(job)
 
 
 def workspace(job: Job) -> int:
-    """Return the scratch bytes of cuDNN's attention backward, which the compiler does not count."""
+    """Return scratch bytes of cuDNN's attention backward that the compiler omits; 0 without it."""
     if job.attention != "cudnn" or job.decoder is None:
         return 0
     # Exchanging heads for positions keeps heads × positions constant.

@@ -360,7 +360,7 @@ class Job:
 
     @property
     def loss_chunk(self) -> int:
-        """Number of tokens whose logits are in memory at a time."""
+        """Number of tokens whose logits are in memory at a time; 0 if the model is no decoder."""
         if self.decoder is None:
             return 0
         return min(self.tokens, self.plan.loss_chunk)

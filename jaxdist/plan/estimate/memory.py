@@ -232,7 +232,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Return name -> bytes of accumulated gradients, and of an untied embedding's own gradient."""
+    """Return name -> bytes of accumulated gradients, with an untied embedding's; {} if none."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.trained, "gradient")
@@ -242,7 +242,7 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return name -> bytes of copies of weight shards whose gathered dim is not the first."""
+    """Return name -> bytes of copies of layer shards whose gathered dim is not a layer's first."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": sum(w.num_bytes * job.size(w, "param") for w in turned)}

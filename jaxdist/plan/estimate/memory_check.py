@@ -52,7 +52,7 @@ class Budget:
         model: Model | None,
         host_of: Mapping[int, str] | None = None,
     ) -> Budget | None:
-        """Return the budget of a run on its devices; None unless they are GPUs."""
+        """Return the budget of a run on its devices; None unless they are GPUs of known limit."""
         cluster_and_limit = _cluster_of(config, devices, host_of or {})
         if cluster_and_limit is None:
             return None
@@ -90,7 +90,7 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Raise `ConfigError` if the estimate exceeds the limit by more than `TOLERANCE`."""
+        """Raise `ConfigError` if the estimate exceeds the limit by `TOLERANCE`, or host memory."""
         self._check_host()
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
@@ -217,7 +217,7 @@ def allocator_limit(devices: Sequence[Any]) -> int | None:
 def _cluster_of(
     config: RunConfig, devices: Sequence[Any], host_of: Mapping[int, str]
 ) -> tuple[Cluster, float] | None:
-    """Return the devices as a cluster, and the allocator limit of one; None if unknown."""
+    """Return the devices as a cluster, and one's allocator limit; None on CPUs or if unknown."""
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
         return None

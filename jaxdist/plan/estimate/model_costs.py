@@ -64,7 +64,7 @@ class ModelCosts:
         return 3 * total / self.job.seq_len
 
     def forward(self) -> Work:
-        """Return one layer's forward: products, and one write and read of saved values."""
+        """Return the forward work of a layer: products, and a write and a read of saved values."""
         return self._work(self.job.everything_kept.layer)
 
     def recomputed(self, forward: Work) -> Work:
@@ -85,7 +85,7 @@ class ModelCosts:
         return 0.0
 
     def product_shapes(self) -> list[tuple[Shape, int]]:
-        """Return (m, n, k) of the forward products of a microbatch, and the number of each."""
+        """Return one large product, [((m, n, k), 1)]: those of a traced model are unknown."""
         wide = 8192
         return [((wide, wide, self.job.stream_width or wide), 1)]
 
@@ -392,7 +392,7 @@ class DecoderCosts(ModelCosts):
         return self.job.keeps("qkv")
 
     def transposed_per_layer(self) -> int:
-        """Return the bytes of saved queries, keys and values, which are transposed as one stack."""
+        """Return bytes of saved queries, keys, values that backward transposes; 0 without any."""
         elements = self.job.tokens * (self.queries + 2 * self.keys)
         return self.job.compute_bytes * elements * self.reorders_heads() * self.shape.layers
 

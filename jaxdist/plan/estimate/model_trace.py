@@ -387,7 +387,7 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """Yield each innermost equation in program order, with its number of executions."""
+    """Yield innermost equations in order and execution counts; of branches only the costliest."""
     for equation in jaxpr.eqns:
         inner = list(_inner(equation.params))
         if equation.primitive.name == "cond":  # count the most expensive branch

@@ -60,7 +60,7 @@ class Candidate:
         return self.memory.total_bytes <= self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
-        """Return flag -> value of the settings that differ from `base`."""
+        """Return flag -> value of the mesh, and of the other settings that differ from `base`."""
         spec = self.job.spec
         before, after = _settings(base, spec), _settings(self.job.config, spec)
         changed = {name: value for name, value in after.items() if value != before[name]}
@@ -68,7 +68,7 @@ class Candidate:
         return {"mesh": str(spec)} | texts
 
     def command(self, base: RunConfig) -> str:
-        """Return the flags that differ from `base` as text, to append to the user's command."""
+        """Return `flags` as text, to append to the user's command."""
         return " ".join(f"{flag_of(n)} {value}" for n, value in self.flags(base).items())
 
 
@@ -286,7 +286,7 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def exchanges(job: Job) -> list[str]:
-    """Return the values of `mesh.context_attention` that heads, nodes and the kernel allow."""
+    """Return the values of `mesh.context_attention` that are possible; if none, the job's own."""
     names = []
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):

@@ -46,7 +46,7 @@ def phase(job: Job) -> dict[str, Mapping[str, float]]:
 
 
 def work(job: Job) -> Work:
-    """Return the work of the teacher's forward pass over a microbatch."""
+    """Return the work of the teacher's forward pass over a microbatch; zero without a teacher."""
     teacher = job.teacher
     if teacher is None:
         return Work()

@@ -58,7 +58,7 @@ Moved = tuple[tuple[str, ...], Traffic]
 
 
 def _weights(job: Job) -> Iterator[Moved]:
-    """Yield all-gathers of weights and reduce-scatters of their gradients."""
+    """Yield the collectives of weights and of matrix gradients, over shards and replicas."""
     groups: dict[tuple[str, ...], list[Weight]] = {}
     for weight in job.weights:
         if job.is_gathered(weight):
@@ -98,7 +98,10 @@ def _passes(job: Job) -> int:
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Yield collectives that reduce matrix gradients over replicas; outside layers also stages."""
+    """Yield reductions of matrix gradients over replicas; ZeRO also gathers the new parameters.
+
+    Gradients of weights outside the layers are also reduced over stages.
+    """
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -253,7 +256,11 @@ messages and for trees: the constants of NCCL (src/graph/tuning.cc)."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
-    """Return the latency of a collective: a ring (NVIDIA/nccl#1473), or for reductions a tree."""
+    """Return the latency of a collective in seconds.
+
+    A gather or reduce-scatter: a ring (NVIDIA/nccl#1473). An all-reduce: twice the lower of a ring
+    and a tree. Others: one hop.
+    """
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
         if kind != "all-reduce":

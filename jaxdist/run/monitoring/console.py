@@ -59,8 +59,9 @@ def step_line(
 ) -> str:
     """Return one aligned line for a step, from its record in metrics.jsonl.
 
-    If the line is wider than a terminal, numbers are dropped in the order of their priority: first
-    the step time, then `metrics` (names that the model added), then the learning rate.
+    If the line exceeds 80 columns (120 with several devices), numbers are dropped in the
+    order of their priority: first the step time, then `metrics` (names that the model added), then
+    the learning rate.
     """
     short = UNITS.get(unit, unit)
     wide = num_devices > 1
@@ -97,7 +98,7 @@ def step_line(
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Return one line with the metrics of an evaluation.
 
-    With named sets, only loss, accuracy and bits per byte of each.
+    With named sets or tasks, only loss, accuracy and bits per byte of each.
     """
     parts = [_progress("eval", record, total_steps)]
     sets = any("/" in name for name in record)
@@ -244,7 +245,7 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines on why steps or devices took below 80 % of the time; [] if they took more."""
+    """Return lines on why devices were busy or steps took less than 80 % of the time; else []."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:

@@ -39,7 +39,7 @@ class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
     Every process has one; only process 0 writes. As a context manager it closes the sinks. If an
-    exception ends a run without a summary, it writes one with the exit reason "error".
+    exception ends a run without a summary, it writes one: "error", or "interrupted" for Ctrl-C.
 
     A resumed run appends to metrics.jsonl, starting with a `start` event at `start_step`, and
     TensorBoard hides the points beyond that step. Log records have their colored text as the
@@ -260,7 +260,7 @@ class Monitor:
             self._log(message or console.event_line(event, fields), level)
 
     def rewind(self, step: int, message: str) -> None:
-        """Record a rollback to the checkpoint of `step`: later records no longer count."""
+        """Record a rollback to the checkpoint of `step`: records of later steps no longer count."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
         if self._records is not None:
             kept = RunSummary(read_outline(self.run.metrics, step), start_step=step, unit=self.unit)
@@ -313,7 +313,7 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json with `fields`, print the closing block, return the summary.
+        """Return the summary with `fields`; process 0 writes it to summary.json and prints a block.
 
         Raise OSError if the file could not be written within `SUMMARY_S`.
         """
@@ -346,7 +346,7 @@ class Monitor:
         return summary
 
     def abort(self, why: str) -> None:
-        """Write summary.json of a run that ends immediately; callable from any thread."""
+        """Write summary.json of a run that ends at once, unless written; callable in any thread."""
         if not self._ended and not self._is_held:
             self.summary(ExitReason.INTERRUPTED, error=why)
 

@@ -185,7 +185,7 @@ class DeviceTime:
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
-    """Return the GPUs of the newest trace in a profile directory, by number; [] without one."""
+    """Return each GPU's times in the newest trace of a folder, in GPU order; [] without GPUs."""
     from jax.profiler import ProfileData
 
     folder = locate(directory)
@@ -194,7 +194,7 @@ def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
 
 
 def device_times(profile: Any) -> list[DeviceTime]:
-    """Return the GPUs of a `jax.profiler.ProfileData`, by number."""
+    """Return the times of each GPU in a `jax.profiler.ProfileData`, in order of GPU number."""
     devices = []
     for plane in profile.planes:
         device = _DEVICE.match(plane.name)

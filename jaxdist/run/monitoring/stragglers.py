@@ -109,6 +109,7 @@ class StragglerDetector:
 def summarize(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
     """Return means over all steps, and over the late steps (0 if no step is late).
 
+    In a late step the process hardly waited for its devices, whatever the duration of the step.
     Each step is (seconds, seconds waiting for data, seconds waiting for devices).
     """
     late = [one for one in steps if one[2] <= _MIN_DEVICE_WAIT * one[0]]
@@ -160,7 +161,7 @@ def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]
 def table(
     reports: Mapping[int, Mapping[str, Any]], stragglers: Sequence[Straggler]
 ) -> dict[str, Any]:
-    """Return the fields of the event `process_times`: the mean times of each process of `of`.
+    """Return the fields of the event `process_times`: process numbers `of`, and their mean times.
 
     Above `MAX_LISTED` processes, `of` has the stragglers and the processes that waited least for
     their devices, and `quantiles` describes all: name -> minimum, 10 %, median, 90 %, maximum.
@@ -182,14 +183,14 @@ def table(
 
 
 class _Others:
-    """The median over all processes but one of a number that not all have reported."""
+    """Medians over all processes but one of the number `name`, which some reports may lack."""
 
     def __init__(self, reports: Iterable[Mapping[str, Any]], name: str):
         self._name = name
         self._ordered = sorted(one[name] for one in reports if name in one)
 
     def median_without(self, one: Mapping[str, Any]) -> float | None:
-        """Return the median of the others; None if there are none."""
+        """Return the median over processes other than that of report `one`; None without others."""
         left_out = bisect.bisect_left(self._ordered, one[self._name])
         at = lambda i: self._ordered[i + (i >= left_out)]
         middle, is_odd = divmod(len(self._ordered) - 1, 2)

@@ -95,7 +95,7 @@ class Throughput:
         return {name: value for name, value in fields.items() if value is not None}
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Return the seconds left, from the median step time; excludes evaluations and saves."""
+        """Return the seconds of the steps left by the median step time; None before any step."""
         if steps_left <= 0:
             return 0.0
         step_time_s = self.step_time_s
@@ -141,7 +141,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 class RunSummary:
-    """Totals of a run; steps of an `earlier` start beyond `start_step` are lost and do not count.
+    """Totals of a run; steps beyond `start_step` in the `earlier` records are lost: not counted.
 
     `units` counts tokens (or images) trained on, `skipped_steps` the steps whose update was not
     applied, `warnings` the events of this start at level warning or above. `memory_peak_bytes` is
@@ -186,10 +186,10 @@ class RunSummary:
     def add_times(
         self, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count the time of a step, and its share spent waiting for data and for devices.
+        """Add the seconds of a step, and those that it waited for data and for devices.
 
         A step is dispatched before the results of the previous step are read. If the host waits for
-        these results, the devices were never idle. Otherwise their idle time is unknown.
+        these results, the devices were never idle. Otherwise the step does not count as busy.
         """
         self._seconds["steps"] += step_time_s
         self._seconds["data"] += data_wait_s

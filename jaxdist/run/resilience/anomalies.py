@@ -116,7 +116,7 @@ class LossGuard:
         return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
-        """Return the loss above which `step` is a spike; inf while there are too few losses.
+        """Return the loss above which `step` is a spike; inf with policy off or too few losses.
 
         It depends only on losses up to step − 2, which are available when the step is dispatched.
         So the compiled step and the report use the same limit, also in a resumed run.
@@ -131,9 +131,9 @@ class LossGuard:
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Check the metrics of a step; return its anomaly, or None if the loss is normal.
+        """Return the anomaly of a step; None if its loss is normal or its rows have no labels.
 
-        An anomaly is appended to anomalies.jsonl with the rows of its batch.
+        Append an anomaly to anomalies.jsonl with the rows of its batch. Count skipped steps.
         """
         reason = skip_reason(values)
         if reason == "no_labels":

@@ -306,8 +306,8 @@ def silent_processes(
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
     """Return one line that names the process that is behind, from heartbeats some beats apart.
 
-    Report the first that exists: processes without a heartbeat; processes that finished fewer
-    steps; processes in another phase while the others wait in a step.
+    Report the first that exists: processes without a new heartbeat; processes that finished fewer
+    steps; processes in another phase while the others wait in a step. Otherwise none is behind.
     """
     if stopped := silent_processes(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
