@@ -62,7 +62,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         log.info(
             "loss and gradient norm of the replayed step: %s%s",
             _text(values),
-            " (the same bits)" * same(values),
+            " (the same bits as recorded)" * same(values),
         )
     if following is not None:
         log.info("the same step with the next batch instead of its own: %s", _text(following))

@@ -61,8 +61,8 @@ class TrainConfig:
     )
     offload_optimizer: str = setting(
         "none",
-        "keep optimizer moments outside GPU memory: host = in host memory, disk:/DIR = in files of "
-        "a local disk (adamw, sgd, lion); none = in GPU memory",
+        "where optimizer moments are kept: none = in GPU memory; host = in host memory; "
+        "disk:/DIR = in files of a local disk, only with adamw, sgd or lion",
         switch=("none", "host"),
     )
 
