@@ -155,9 +155,9 @@ class Checkpointer:
             self._saver.wait()
 
     def wait(self, *, exports: bool = False) -> bool:
-        """Wait for the current save; return whether the last one, of the not local, is committed.
+        """Wait for the current save; return whether the last requested save is committed.
 
-        With `exports`, also wait for the exports of the committed checkpoints.
+        Ignores local saves. With `exports`, also wait for the exports of committed checkpoints.
         """
         self._saver.wait()
         if exports:
@@ -250,10 +250,10 @@ class Checkpointer:
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
         newest valid checkpoint (the local save if `choose` selected one), or an older one if its
-        arrays are corrupt. Parts in `optional`
-        (`pytree.OPTIONAL`) may be missing in checkpoint or state: if the checkpoint lacks one, its
-        abstract value is returned. Raises `ConfigError` for missing or extra leaves and other
-        shapes, and `CheckpointError` if nothing, or not this `step`, can be restored.
+        arrays are corrupt. Parts in `optional` (`pytree.OPTIONAL`) may be missing in checkpoint or
+        state: if the checkpoint lacks one, its abstract value is returned. Raises `ConfigError` for
+        missing or extra leaves and other shapes, and `CheckpointError` if nothing, or not this
+        `step`, can be restored.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:

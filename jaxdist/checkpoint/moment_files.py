@@ -91,7 +91,7 @@ class MomentFiles:
         return cls(directory, parts)
 
     def check(self) -> None:
-        """Delete files of killed processes; `ConfigError` if the disk is read-only or too full."""
+        """Delete files of killed processes; `ConfigError` if the disk is unwritable or too full."""
         name = f"train.offload_optimizer=disk:{self.directory}"
         if not self.directory.is_dir() or not os.access(self.directory, os.W_OK | os.X_OK):
             raise ConfigError(

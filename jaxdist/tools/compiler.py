@@ -42,7 +42,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def main() -> int:
-    """Compile the step of a request (JSON on stdin), print the facts as JSON; return 0."""
+    """Compile the step of a request (JSON on stdin), print facts or `refused` as JSON; return 0."""
     output = os.dup(1)
     os.dup2(2, 1)  # other output goes to stderr
     request = json.load(sys.stdin)
@@ -147,7 +147,7 @@ _VALUE = re.compile(r"value: <\d+ ([^\s{]+)(\{[\d,]*\})? @\d+> \(size=(\d+),offs
 
 
 def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
-    """Return the largest buffers of the arena of temporary memory.
+    """Return `bytes`, `shapes`, `op_name` of the largest temporary buffers, at most 12.
 
     Buffers with different lifetimes share addresses. A buffer that overlaps a larger one is
     omitted, so that the sizes add up.

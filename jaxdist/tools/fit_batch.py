@@ -193,7 +193,7 @@ def _run(parts: Parts, budget: Budget | None, limit: float) -> dict[str, Any]:
 
 
 def _in_child(words: Sequence[str], rows: int) -> dict[str, Any]:
-    """Return the result of `trial` with `rows` in a child process, which may run out of memory."""
+    """Return the result of `trial` with `rows` in a child process; a killed one does not fit."""
     command = [sys.executable, "-m", "jaxdist.fit_batch", *words, f"--rows={rows}"]
     done = subprocess.run(command, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]

@@ -100,7 +100,7 @@ class LocalTier:
     # -- saving ------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """Invalidate saves after `step`, where the run continues; fetch copies that are missing."""
+        """Invalidate saves after `step`, where the run continues; start to copy missing ones."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
         if self._chosen is None or self._chosen.step != step:
@@ -377,7 +377,7 @@ class LocalTier:
         ]
 
     def _fetch_verified(self, save: Save, source: Peer) -> str:
-        """Fetch this process's shards, or verify its own; return "", or delete them, return why."""
+        """Fetch or verify this process's shards; return "", or the error after deleting them."""
         problem = ""
         if source.process == self._me:
             problem = self._store.problem(save)

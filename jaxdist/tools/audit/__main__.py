@@ -55,7 +55,7 @@ class AuditConfig(RunConfig):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of simulated devices: the mesh size, or --simulate for an open mesh."""
+        """Return the number of simulated devices: the mesh size; if open, --simulate or 8."""
         spec = self.mesh.spec
         if spec is None or spec.is_open:
             return self.simulate or NUM_DEVICES

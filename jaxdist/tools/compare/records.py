@@ -43,12 +43,12 @@ class Divergence:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether metrics, data rows and checkpoints of both runs are equal."""
+        """Return whether metrics, data rows and checkpoints at all common steps are equal."""
         return self.step is None and self.data_step is None and self.checkpoint is None
 
     @property
     def last_to_rerun(self) -> int:
-        """Return the step up to which to rerun: the first at which the runs' records differ."""
+        """Return the first step with different records, or after a different checkpoint."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 
@@ -137,7 +137,7 @@ def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
 
 
 def unequal_arrays(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the names of arrays whose shape, dtype or checksum differ."""
+    """Return the names of arrays that differ in shape, dtype or checksum, or that a side lacks."""
     names = [*a, *(name for name in b if name not in a)]
     return [name for name in names if _identity(a.get(name)) != _identity(b.get(name))]
 

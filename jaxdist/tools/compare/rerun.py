@@ -63,7 +63,7 @@ def rerun_steps(
     limit: Callable[[int], float] = lambda step: math.inf,
     checkpoint: int | None = None,
 ) -> Iterator[RerunStep]:
-    """Rerun steps with these batches, starting from `state`, which is donated.
+    """Yield each rerun step with these batches, starting from `state`, which is donated.
 
     `diagnose` is the run's diagnostic step. `limit` returns the loss above which a step's update is
     skipped. The step after `checkpoint` describes its arrays.

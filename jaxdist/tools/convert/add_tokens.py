@@ -86,7 +86,7 @@ def run(config: Config) -> int:
 
 
 def _add(files: dict[str, bytes], tokens: list[str]) -> tuple[dict[str, int], set[int]]:
-    """Add special tokens to a tokenizer's `files`; return the ids of new ones and the old ids."""
+    """Add special tokens to a tokenizer's `files`; return new token -> id, and all old ids."""
     import tokenizers
 
     inner = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))

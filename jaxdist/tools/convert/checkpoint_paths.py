@@ -48,7 +48,7 @@ _CUT_OFF = "jaxdist.convert was cut off here: its next start deletes what it had
 
 
 def checkpoint_of(path: str, step: int) -> Location:
-    """Return a checkpoint after verifying its files; `step` < 0 = as in `path`, or the newest."""
+    """Return a verified checkpoint; `step` < 0 = the one that `path` names, or the newest valid."""
     directory, named = manifest.named_step(path)
     steps = manifest.steps_in(directory)
     if step < 0 and named is not None:
@@ -84,7 +84,7 @@ def new_directory(path: str) -> Location:
 
 
 def new_run_directory(path: str) -> Location:
-    """Return an empty or missing directory; it may contain an interrupted `making_run`."""
+    """Return a directory that is missing, empty or left by `making_run`; else ConfigError."""
     directory = locate(path).absolute()
     marker = directory / _MARKER
     only_ours = {_MARKER} <= {*directory.entries()} <= {_MARKER, "checkpoints", "tokenizer"}
@@ -116,7 +116,7 @@ def making_run(directory: Location) -> Iterator[None]:
 
 
 def new_local_directory(path: str) -> Location:
-    """Return an empty or missing directory on a file system; raise ConfigError for a URL."""
+    """Return an empty or missing directory on a file system; ConfigError for any other path."""
     if problem := file_system_problem(path, "safetensors are written"):
         raise ConfigError(problem)
     return new_directory(path)

@@ -76,7 +76,7 @@ def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]
 def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
     """Return the largest and mean absolute difference and the share of elements that differ.
 
-    NaN equals only NaN. The difference is inf if exactly one side is not finite.
+    NaN equals only NaN. The difference of unequal values is inf if one of them is not finite.
     """
     entry = a.entries[name]
     shape = tuple(entry["shape"])

@@ -113,7 +113,7 @@ def run(config: DoctorConfig) -> int:
 
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
-    """Return findings of one process about its host, software and environment."""
+    """Return findings about this host and its software; unset XLA_FLAGS that XLA rejects."""
     gpu_findings, num_gpus = gpus.examine_gpus()
     results = [*host.check_versions(versions(), nvidia_versions()), *gpu_findings]
     try:

@@ -64,7 +64,7 @@ def check_operations(everyone: Sequence[Sequence[str]], hosts: Sequence[str]) ->
 
 
 def row_counts_that_change_bits(device: jax.Device) -> list[int]:
-    """Return the numbers of rows for which the first row of a product has other bits than alone.
+    """Return which of 2, 8, 64 and 512 rows give a product's first row other bits than 1 row.
 
     A server that computes other batches than training then returns slightly other values
     (TransformerEngine#2986).
@@ -81,7 +81,7 @@ def row_counts_that_change_bits(device: jax.Device) -> list[int]:
 def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
-    """Return findings about devices with other bits or longer times than the others.
+    """Return findings on devices with other bits or longer times than others; if none, "ok".
 
     `everyone` holds the results of `compute`, `hosts` the host names, by process id. Bits are
     compared within a process, because autotuning may choose different kernels in two processes.
@@ -125,8 +125,8 @@ def _wrong_bits(
 class DeviceGroup:
     """Devices, as (process, index in the process), that reduce together over an axis.
 
-    `seconds` is the time of one all-reduce in the slowest process; it is `right` if the sum was
-    correct on every device.
+    `seconds` is the time of one all-reduce in the slowest process; `right`: the sum was correct on
+    every device.
     """
 
     members: tuple[tuple[int, int], ...]
@@ -232,9 +232,10 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Return findings: groups of an axis whose all-reduce of `num_bytes` is wrong or slow.
+    """Return findings: the bandwidth of an axis, and groups with wrong or slow all-reduces.
 
-    `hosts` are by process id; `moves` describes the data that a run exchanges over the axis.
+    `num_bytes` are per device, `hosts` by process id; `moves` describes the data that a run
+    exchanges over the axis.
     """
     size = len(groups[0].members)
     # Bytes of a ring on each link; `nccl-tests` calls the rate bus bandwidth.

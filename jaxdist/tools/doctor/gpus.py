@@ -145,7 +145,7 @@ def read_topology(text: str) -> Topology:
 
 
 def check_topology(topology: Topology) -> list[Finding]:
-    """Return findings about links between GPUs of unequal speed; [] with fewer than two GPUs."""
+    """Return findings about the links between GPUs and to network cards; [] below two GPUs."""
     if len(topology.gpus) < 2:
         return []
     far = sorted(gpu for gpu, distance in topology.nics.items() if distance in ("NODE", "SYS"))
@@ -196,7 +196,7 @@ def _slow_link(topology: Topology, counts: Counter[str]) -> Finding:
 
 
 def _islands(topology: Topology) -> list[list[str]]:
-    """Return groups of GPUs that NVLink connects, directly or through others."""
+    """Return groups of two or more GPUs that NVLink connects, directly or through others."""
     islands: list[set[str]] = [{gpu} for gpu in topology.gpus]
     for (a, b), kind in topology.links.items():
         if kind.startswith("NV"):

@@ -295,7 +295,7 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """Return findings on versions that differ; `everyone` is (host, name -> version) in order."""
+    """Return findings on differing versions, or "ok"; `everyone` is (host, name -> version)."""
     code = everyone[0][1].get("code", "?")
     agreed = ok("same software", f"{len(everyone)} processes, code {code}")
     return list(_differences(everyone)) or [agreed]

@@ -49,8 +49,8 @@ def peers(process: int, num_processes: int) -> list[int]:
 class Listener:
     """Answers each connection with this process's clock, until closed.
 
-    `address` is this host's address on the route `towards` a host that all processes reach (the
-    coordinator); "" = only this host.
+    `address` is the port, and this host's address on the route `towards` a host that all processes
+    reach (the coordinator; "" = only this host).
     """
 
     def __init__(self, towards: str = ""):
@@ -73,7 +73,7 @@ class Listener:
 
 
 def own_address(towards: str) -> str:
-    """Return this host's address on the route to `towards`; 127.0.0.1 for ""."""
+    """Return this host's address on the route to `towards` (none: its name); 127.0.0.1 for ""."""
     if not towards:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -134,7 +134,7 @@ def check_variables(
     num_hosts: int = 1,
     interfaces: Sequence[str] = (),
 ) -> list[Finding]:
-    """Return a finding for each harmful variable of this host.
+    """Return a finding for each harmful variable of this host; if none, an "ok".
 
     `environ` is the environment before jaxdist sets variables of its own. `interfaces` are the
     host's network interfaces. A `simulated` run uses CPU devices.

@@ -27,7 +27,7 @@ from jaxdist.settings import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch a job and return its exit code."""
+    """Run a job on this host, or write or submit one for a scheduler; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["slurm"]:
         from jaxdist.tools.launch import slurm

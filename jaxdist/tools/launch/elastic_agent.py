@@ -74,7 +74,10 @@ class ElasticAgent(Agent):
         self._has_forwarded_stop = False
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Wait for a round with this host; return its number and placement, or an exit code."""
+        """Wait for a round with this host; return its number and placement, or an exit code.
+
+        The code is that of the job if it has ended, or 75 or 130 after a stop request.
+        """
         if not self.rendezvous.own.heartbeat:
             _reject_duplicate(self.rendezvous.claim_rank())
         self.offer_host()
@@ -140,7 +143,7 @@ class ElasticAgent(Agent):
         )
 
     def watch(self, group: WorkerGroup) -> None:
-        """Once a second: end the processes if a member is lost, forward a stop request, lead."""
+        """Once a second: lead if due; kill the processes after a loss, or forward a stop."""
         now = self.rendezvous.clock()
         if now < self._next_watch_s:
             return
@@ -161,13 +164,13 @@ class ElasticAgent(Agent):
         self._forward_stop(group, hosts, current)
 
     def on_group_end(self, result: GroupResult) -> None:
-        """Publish how this host's processes ended."""
+        """Publish how this host's processes ended, unless the host is leaving."""
         if self.rendezvous.own.state == "running":
             ends = {runtime.EXIT_OK: "done", runtime.EXIT_PREEMPTED: "saved"}
             self.rendezvous.publish(state=ends.get(result.exit_code, "failed"))
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Wait for the members that still run; return whether all ended with 0."""
+        """Wait for members that still run; return whether all ended with 0; True after a stop."""
         assert self.round is not None  # a round has ended
         while not stop_signal():
             hosts = self.rendezvous.read_hosts()
@@ -190,7 +193,7 @@ class ElasticAgent(Agent):
         return current.id != self.round.id or bool(current.stop) or len(current.members) > 1
 
     def close(self, code: int, stop_signal: int) -> None:
-        """Publish whether only this host leaves, or the job ends on all."""
+        """Stop the heartbeats; publish that this host is done, leaves, or ends the job on all."""
         if not self.rendezvous.own.heartbeat or self.rendezvous.duplicate is not None:
             self.rendezvous.stop_heartbeat()
         elif code == runtime.EXIT_OK:
@@ -201,16 +204,16 @@ class ElasticAgent(Agent):
             self.rendezvous.close(state="ended", code=code)
 
     def discard(self) -> None:
-        """Restore the rendezvous files to their state before this launch."""
+        """Restore the rendezvous files to their state before this launch; see `Rendezvous`."""
         self.rendezvous.discard()
 
     def _leads(self, hosts: Mapping[int, Host]) -> bool:
         return self.rendezvous.leader() == self.rendezvous.own.rank
 
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """Write the next round when the hosts are complete or late, or stop one that can grow.
+        """Write the next round when hosts are complete or late; end one after a loss or to grow.
 
-        Return the job's exit code if the hosts present cannot run it; else None.
+        Return the job's exit code if, after `rdzv_timeout_s`, the hosts cannot run it; else None.
         """
         living = [h for h in hosts.values() if self.rendezvous.is_alive(h)]
         if current is not None and self._is_running(current, hosts):
@@ -282,7 +285,7 @@ class ElasticAgent(Agent):
         return any(self._state_in(current, hosts, host) == "running" for host in current.members)
 
     def _state_in(self, current: Round, hosts: Mapping[int, Host], member: Host) -> str:
-        """Return `running`, `lost`, or the state in which the member ended the round."""
+        """Return `running`, `lost`, or the state since the member ended the round."""
         host = hosts.get(member.rank)
         if host is None or host.uuid != member.uuid:
             return "lost"
@@ -295,7 +298,7 @@ class ElasticAgent(Agent):
         return host.state
 
     def _exit_code_of_job(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """Return the job's exit code if another host has ended it, else None."""
+        """Return the job's exit code if a member has ended it, or all are done; else None."""
         if current is None:
             return None
         for member in current.members:
@@ -312,7 +315,7 @@ class ElasticAgent(Agent):
     def _missing_member(
         self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool
     ) -> str:
-        """Return text: why this host's processes wait for a lost member; "" if they do not."""
+        """Return why this host's processes must be killed, e.g. a lost member; else ""."""
         assert self.round is not None  # a round runs
         if current is None or current.id != self.round.id:
             return f"the other hosts have started a round without {self.rendezvous.own}"

@@ -69,7 +69,7 @@ class Process(Protocol):
     returncode: Any  # None while it runs
 
     def poll(self) -> int | None:
-        """Return the exit code (minus the number of a signal that killed it), or None."""
+        """Return the exit code (minus the number of a killing signal); None while it runs."""
 
     def wait(self) -> int:
         """Wait for the end and return the exit code."""
@@ -111,7 +111,7 @@ class ForkServer:
         return self._gone
 
     def start(self, command: list[str], environ: dict[str, str], output: int) -> Forked:
-        """Return a fork that runs `python -m MODULE ARGUMENTS`; raise OSError if none starts."""
+        """Return a fork that runs `python -m ...` of `command`; OSError if none starts in 10 s."""
         words = command[command.index("-m") + 1 :]
         request = json.dumps({"words": words, "environ": environ}).encode()
         self._started = 0
@@ -166,7 +166,7 @@ class Forked:
         self._server = server
 
     def poll(self) -> int | None:
-        """Return the exit code (minus the number of a signal that killed it), or None."""
+        """Return the exit code (minus the number of a killing signal); None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid)
         return self.returncode

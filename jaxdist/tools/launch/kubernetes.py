@@ -185,7 +185,7 @@ class KubernetesConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the manifest (--dry-run) or pass it to kubectl; return 0, 1 if kubectl rejects it."""
+    """Print the manifest or pass it to kubectl; return 0, 1 if rejected, 2 without kubectl."""
     config = read_settings(
         KubernetesConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments"
     )
@@ -221,12 +221,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_selector(name: str) -> str:
-    """Return the labels of the pod with process 0, which writes the log of the run."""
+    """Return the label selector of the pod with process 0, which writes the log of the run."""
     return f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
 
 
 def manifest_text(config: KubernetesConfig) -> str:
-    """Return the YAML for `kubectl apply`: the job, and the config file if one is named."""
+    """Return the YAML for `kubectl apply`: the job, and the local config file if one is named."""
     import jinja2
 
     file, words = None, [f"--run-dir={config.run_directory}"]

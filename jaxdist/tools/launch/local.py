@@ -209,7 +209,7 @@ class LaunchConfig:
 
     @property
     def restart_policy(self) -> RestartPolicy:
-        """Return limits and delays of restarts; tools other than training have 0 by default."""
+        """Return limits and delays of restarts; by default 0 for jaxdist commands but training."""
         max_restarts = self.max_restarts
         if max_restarts is None:
             is_ours = self.module.startswith("jaxdist.") and not self.program

@@ -86,7 +86,10 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """Hosts of a round, with equal numbers of processes; the first runs the coordinator."""
+    """Hosts of a round, with `nproc_per_node` processes each, and `devices` per process.
+
+    The first host runs the coordinator.
+    """
 
     members: tuple[Host, ...]
     nproc_per_node: int
@@ -156,7 +159,7 @@ class Rendezvous:
         self._contents: dict[Location, tuple[bytes | None, bytes]] = {}
 
     def claim_rank(self) -> Host | None:
-        """Start the heartbeats; if another live launcher has this rank, return it instead."""
+        """Return the live launcher that has this rank, or start the heartbeats and return None."""
         self._made = self.folder.missing()
         self.folder.make_directory()
         own = self.folder / f"host-{self.own.rank}.json"
@@ -192,8 +195,9 @@ class Rendezvous:
     def discard(self) -> None:
         """Restore the files to their state before this launch.
 
-        Other hosts have `heartbeat_timeout_s` to read the final state of this one. The host that
-        created the directory finishes last, so that it can remove the directory.
+        First wait, at most `heartbeat_timeout_s`, until every other live host has ended its launch,
+        because it may still read the state of this one. The host that created the directory waits
+        until the others have removed their files too, and then removes the directory.
         """
         if self._heartbeats.ident:
             self._heartbeats.join()
@@ -214,7 +218,7 @@ class Rendezvous:
         return is_other and not has_ended and (self.folder / f"host-{host.rank}.json").exists()
 
     def read_hosts(self) -> dict[int, Host]:
-        """Read files; return rank -> host: this host, and all whose heartbeat has grown.
+        """Read files; return rank -> host: this host, and all, even lost, whose heartbeat grew.
 
         Only the leader reads all files; others may return a state `len(hosts) / READS` calls old.
         """
@@ -290,7 +294,7 @@ class Rendezvous:
         return self.clock() if host.uuid == self.own.uuid else self._observed[host.rank].read_at
 
     def read_round(self) -> Round | None:
-        """Return the last round, possibly of an earlier launch; None without one."""
+        """Return the last round, possibly of an earlier launch; None if none can be read."""
         record = _read_json(self.folder / "round.json")
         try:
             if self._round is None or self._round.id != record["id"]:

@@ -35,7 +35,7 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
 
 @dataclasses.dataclass(frozen=True)
 class OomKills:
-    """Processes killed for lack of memory, in this cgroup if `own`, else on the complete host."""
+    """Number of processes killed for lack of memory: in this cgroup if `own`, else on this host."""
 
     count: int = 0
     own: bool = False

@@ -23,7 +23,7 @@ Write a SLURM batch script for a training run.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the batch script, and print, keep or submit it; return the exit code of `deliver`."""
+    """Make the batch script; print, write or submit it; return the exit code of `deliver`."""
     config = read_settings(
         SlurmConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments", check_rules=False
     )

@@ -209,7 +209,7 @@ def batch_script(
 
 
 def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, object]:
-    """Return `#SBATCH` option -> value; empty and 0 are omitted."""
+    """Return `#SBATCH` option -> value; the script omits options that are empty or 0."""
     tasks = config.tasks_per_node
     # With --ntasks SLURM allocates only the nodes that the minimum needs: an elastic job requests
     # CPUs instead, and passes the tasks to srun.

@@ -114,7 +114,7 @@ class FixedAgent(Agent):
         )
 
     def _num_processes(self) -> int:
-        """Return the fixed number, or the current number of GPUs: a lost GPU is not a failure."""
+        """Return the fixed number, or that of GPUs visible now, at least 1; log if it changed."""
         if self._nproc_per_node:
             return self._nproc_per_node
         now = count_gpus() or 1
@@ -165,7 +165,7 @@ class Supervisor:
         return code
 
     def checkpoints(self) -> dict[int, int]:
-        """Return step -> version of the manifest for each checkpoint that is not marked corrupt.
+        """Return step -> version of the manifest for each checkpoint without a marker.
 
         The local save from which the last attempt resumed is included with version 0, because
         the launcher does not see local disks. {} if the storage cannot be reached.
@@ -286,7 +286,7 @@ class Supervisor:
         return not self.stop_signal
 
     def _wait_for_run_dir(self) -> bool:
-        """Wait for a missing run directory; return whether it exists.
+        """Wait up to 15 minutes for a missing run directory; return whether it exists.
 
         If its mount is lost, a restart would begin a new run.
         """

@@ -267,7 +267,7 @@ class Placement:
     token: str = ""
 
     def environ(self, local_process_id: int, attempt: int) -> dict[str, str]:
-        """Return the variables that `runtime.resolve` reads in this process."""
+        """Return the variables of one process that `runtime.resolve` reads, and its GPUs."""
         gpus = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
         token = {"JAXDIST_JOB_TOKEN": self.token} if self.token else {}
         return {
@@ -287,10 +287,11 @@ class Placement:
 class GroupResult:
     """Reason for the end of an attempt.
 
-    `exit_code` is that of the first failure, 0 or 75 without one. `first_process` is the process id
-    of the failure; -1 if no process of this host caused it. `details` are a traceback or the last
-    lines of the log. `failed_at` is its time (`time.monotonic`) or 0. `is_rejected`: the
-    settings were rejected before any process changed the run directory.
+    `exit_code` is that of the first failure (128 + the number of a signal), 0 or 75 without one.
+    `first_process` is the process id of the failure; -1 if no process of this host caused it.
+    `details` are a traceback or the last lines of the log. `failed_at` is the time of the failure
+    (`time.monotonic`) or 0. `is_rejected`: the settings were rejected before any process changed
+    the run directory.
     """
 
     exit_code: int
@@ -317,7 +318,7 @@ class GroupResult:
 
 
 class WorkerGroup:
-    """All processes of one attempt on this host; `failed_at` is the time of the last failure."""
+    """All processes of one attempt on this host; `failed_at`: when the last attempt failed or 0."""
 
     def __init__(
         self,

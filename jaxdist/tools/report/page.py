@@ -142,7 +142,7 @@ def _png_of(figure: Any) -> bytes:
 def _draw(
     axes: Any, run: ReportedRun, color: str, line: list[tuple[float, float]], x: str, style: str
 ) -> None:
-    """Draw one curve; values that are not finite leave a gap."""
+    """Draw one curve, a red cross for each value that is not finite, and lines for restarts."""
     axes.plot([at for at, _ in line], [y for _, y in line], style, color=color, lw=1.2, ms=4)
     bad = [at for at, y in line if not math.isfinite(y)]
     axes.plot(bad, [0.95] * len(bad), "x", color="red", transform=axes.get_xaxis_transform())

@@ -175,7 +175,7 @@ def _name_problems(trials: Sequence[Trial]) -> list[str]:
 
 
 def _other_run(trial: Trial) -> str:
-    """Return a problem if the run directory contains a run with other settings.
+    """Return a problem if the run directory contains a run with other settings, else "".
 
     To skip or resume such a run would mix two sweeps. More steps are allowed.
     """
