@@ -157,7 +157,7 @@ class BlockLayout:
         return jax.lax.map(jax.vmap(one) if self.has_experts else one, w)
 
     def quantize_on_mesh(self, w: Array, target: BlockWeight) -> BlockWeight:
-        """Return the `BlockWeight` of sharded w, shaped as for `quantize`, placed as `target`."""
+        """Return the weight of w [layers, (experts,) *inputs, *outputs], sharded like `target`."""
         sharding: Any = w.sharding
         run, stages = self.quantize, [*sharding.spec, None][0]
         if stages is not None:  # a loop over all layers would gather them

@@ -341,7 +341,7 @@ USUAL_DAYS = 90.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Numbers of GPUs for a run, for several GPU types: `tried` = all that fit, and the `best`.
+    """Numbers of GPUs for a run, for several GPU types: those `tried` that fit, and the `best`.
 
     `best` has the smallest size of each type that meets the deadline, or `USUAL_DAYS` without one,
     cheapest first. If no type meets `USUAL_DAYS`, it has the fastest size of each type. Sizes above

@@ -168,7 +168,7 @@ def _save_elsewhere(records: bytes) -> str:
 
 
 def skip_reason(values: Mapping[str, Any]) -> str:
-    """Return why the update of a step was not applied; "" if it was."""
+    """Return why an update was not applied, e.g. "no_labels" or "loss_spike"; "" if it was."""
     if values.get("applied", True):
         return ""
     if values.get("weight") == 0:

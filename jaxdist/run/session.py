@@ -53,7 +53,8 @@ log = logging.getLogger("jaxdist")
 class StepActions:
     """Actions due between two steps; falsy if there are none.
 
-    `trace`: a profiler trace starts or ends here. `last`: this was the last step.
+    `leave`: save and end the run early. `trace`: a profiler trace starts or ends here, on this
+    process. `last`: this was the last step.
     """
 
     evaluate: bool = False
@@ -249,7 +250,10 @@ class Session:
             )
 
     def due_actions(self) -> StepActions:
-        """Return the actions due before the next step, equal on every process; call once a step."""
+        """Return the actions due before the next step; call it once a step.
+
+        They are equal on every process, except `trace`.
+        """
         config, step = self.config, self.step
         if step == config.train.steps:
             return StepActions(last=True)  # `finish` evaluates and saves

@@ -338,7 +338,7 @@ class Parts:
         return fields or text_fields(seq_len, packed=data.packs_documents)
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes [global_batch_size, ...], dtypes and shardings of a batch of `fields`."""
+        """Return shape [global_batch_size, ...], dtype, sharding by field; None = `self.fields`."""
         config, fields = self.config, dict(self.fields if fields is None else fields)
         fields |= config.objective.added_fields(config.train.seq_len, self.model.vocab_size)
         batch = {

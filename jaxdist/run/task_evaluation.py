@@ -45,7 +45,8 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Return task -> metric -> value; raises `ConfigError` for an unknown task.
 
-    `on_batch` is called after each batch of texts.
+    `on_batch` is called after each batch of texts. `num_fewshot` None = as the task states, `limit`
+    None = all its documents.
     """
     from lm_eval import simple_evaluate
 

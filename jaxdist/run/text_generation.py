@@ -53,7 +53,8 @@ class Writer:
     def encode(self, requests: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
         """Return the token ids of each request, unsigned [length].
 
-        A request is {"prompt": text}, or {"messages": [...]} of a chat.
+        A request is {"prompt": text}, or {"messages": [...]} of a chat. Raise `ConfigError` if one
+        is empty or too long for the model.
         """
         prompts = [self._encode(request) for request in requests]
         problems = [

@@ -31,7 +31,7 @@ from jaxdist.plan.audit.states import (
 
 
 def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
-    """Return a state after a sum over the dims `gone`: PARTIAL, VARYING, or still split."""
+    """Return a state after summing the dims `gone`: PARTIAL if all split dims, VARYING if some."""
     dims = dims_of(state)
     if not set(dims) & set(gone):
         return state
@@ -46,7 +46,7 @@ def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of a sum; PARTIAL if a split dim is summed."""
+    """Return the state of a sum: PARTIAL if all split dims are summed, VARYING if only some."""
     [state] = states
     axes, shape = equation.params["axes"], equation.invars[0].aval.shape
     return _after_reduction(without(state, axes, shape), axes, len(shape))

@@ -122,6 +122,7 @@ def audit_program(
     """Return the audit of a jaxpr: of a step, of gradients (`make_value_and_grad`), or evaluation.
 
     Reductions may also use `sum_dtypes`. Gradients must be reduced in `gradient_dtype` or wider.
+    On one device the audit is empty.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}

@@ -194,7 +194,7 @@ class DecoderCosts(ModelCosts):
         ) * float(self.shape.layers)
 
     def recomputed(self, forward: Work) -> Work:
-        """Return the work that backward of one layer recomputes, without unused products."""
+        """Return the work that backward of one layer recomputes, for values that remat drops."""
         job = self.job
         if job.remat == "none":
             return Work()

@@ -79,8 +79,8 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
 class _Block(NamedTuple):
     """Trace of one block on one row, with each call of attention replaced by a `name` equation.
 
-    `calls` has the shapes of queries and keys of each call, `experts_per_token` those of each call
-    of experts.
+    `calls` has each call and its shapes of queries and keys, `experts_per_token` the number of
+    experts that process a token in each call of experts.
     """
 
     experts_per_token: list[int]

@@ -94,7 +94,7 @@ class SdcCheck:
             self._pending = step, *self._hash([leaves[index] for index in self._leaf_indices])
 
     def result(self) -> Mismatch | None:
-        """Wait for the last started check; return the replicas that differ, None if none do."""
+        """Wait for a started check; return replicas that differ; None without check or mismatch."""
         if self._pending is None:
             return None
         step, hashes, differ = self._pending
