@@ -93,7 +93,7 @@ class HostCopies:
         self._buffers: dict[Hashable, np.ndarray] = {}
 
     def take(self, key: Hashable, data: Any) -> np.ndarray:
-        """Return a row-major copy [...] of the data of one device, of any dtype."""
+        """Return a row-major copy [...], in the memory of `key`, of one device's data."""
         values = np.asarray(data)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:

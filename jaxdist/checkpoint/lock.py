@@ -127,7 +127,7 @@ class DirectoryLock:
             self._file.write(self._before)
 
     def _reject_living_holder(self, file: LockFile) -> None:
-        """Raise if the process in the lock file is alive although the storage granted the lock."""
+        """Raise if the holder is alive although the storage granted the lock; may wait for 30 s."""
         holder = _parsed(file.read())
         if not holder or holder.get("state") == "released":
             return

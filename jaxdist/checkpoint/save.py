@@ -285,7 +285,7 @@ class Saver:
         metrics: dict[str, float],
         document: Callable[[], dict[str, Any]],
     ) -> None:
-        """Complete a save in the background; the outcome is the same on every process."""
+        """Wait for the arrays, commit the save, delete old ones; the outcome is the same on all."""
         described: dict[str, Any] = {}
         try:
             if not outcome.error:

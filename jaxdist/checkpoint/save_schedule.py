@@ -36,7 +36,7 @@ class SaveSchedule:
         self._last_time = self._interval_began = self._last_local = time.monotonic()
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Return the kind of save due after `step`; `now` is in seconds of `time.monotonic`."""
+        """Return the kind of save due after `step`, "" for none; `now` is a `time.monotonic`."""
         if step == self._last_step:
             return ""
         by_steps = self._by_steps(step)

@@ -145,7 +145,7 @@ def trial(config: FitConfig) -> dict[str, Any]:
 
 
 def _with_rows(config: FitConfig, parts: Parts) -> Parts:
-    """Return the parts of the same run on its mesh with `config.rows` rows on each replica."""
+    """Return the parts of the run with `config.rows` rows per replica and microbatch."""
     train, unit = parts.config.train, rows_per_example(parts.model.objective)
     count = train.num_microbatches if parts.spec[PIPELINE] > 1 else 1
     rows = config.rows * unit * count * parts.spec.num_replicas
@@ -156,7 +156,7 @@ def _with_rows(config: FitConfig, parts: Parts) -> Parts:
 
 
 def _run(parts: Parts, budget: Budget | None, limit: float) -> dict[str, Any]:
-    """Compile and run two steps; return their memory in bytes and the remat policy."""
+    """Compile, run two steps; return memory in bytes and remat policy; raises if it is too much."""
     fields = parts.fields
     parts = with_teacher(parts, fields)
     parts, budget = decide_step(parts, fields, budget)

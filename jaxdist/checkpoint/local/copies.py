@@ -55,8 +55,8 @@ def receivers(
 ) -> dict[int, list[int]]:
     """Return process -> the processes, on `neighbours` other hosts, that copy its shards.
 
-    Equal `shards` are equal data: only their first process is a key, and the hosts of the others
-    count as copies. A process that needs no copies is no key.
+    Equal `shards` are equal data: only the first process with them is a key, and the hosts of
+    other processes with them count as copies. A process that needs no copies is no key.
     """
     hosts = sorted(set(domains))
     number = {domain: i for i, domain in enumerate(hosts)}

@@ -28,7 +28,7 @@ class Lineage:
         return len(self.resumed_from) - 1
 
     def counts(self, generation: int, step: int) -> bool:
-        """Return whether a save is valid: its generation exists, no later one resumed before it."""
+        """Return whether a save is valid: no later generation resumed from a step before `step`."""
         exists = 0 <= generation <= self.generation
         return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 

@@ -200,7 +200,7 @@ class LocalTier:
         pieces: list[tuple[str, Any]],
         document: Callable[[], str],
     ) -> None:
-        """Complete a save in the background; the outcome is the same on every process."""
+        """Write shards, copy those of peers, delete old saves; the outcome is the same on all."""
         generation, step = self._lineage.generation, outcome.step
         own = Save(generation, step, part.shards)
         taken = [Save(generation, step, of) for of, _ in part.copied]

@@ -135,7 +135,7 @@ class DeviceGroup:
 
 
 def time_axes(mesh: Mesh, num_bytes: int) -> dict[str, dict[str, tuple[float, bool]]]:
-    """Return axis -> group -> (seconds of an all-reduce, whether the sum was correct).
+    """Return axis -> index of a group (text) -> (seconds of an all-reduce, is the sum correct).
 
     The result contains the groups of this process. Collective: all processes time the groups in the
     same order, to avoid deadlocks.

@@ -125,7 +125,10 @@ class ForkServer:
         return Forked(self, self._started)
 
     def code_of(self, pid: int, wait_s: float | None = 0.0) -> int | None:
-        """Return the exit code of a fork; None if it still runs after `wait_s` (None = wait)."""
+        """Return the exit code of a fork; None if it still runs after `wait_s` (None = no limit).
+
+        It is -SIGKILL if the server has ended, because its forks end with it.
+        """
         until = None if wait_s is None else time.monotonic() + wait_s
         self._read(0.0)
         while pid not in self._codes and not self._gone:

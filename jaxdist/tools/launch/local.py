@@ -196,7 +196,7 @@ class LaunchConfig:
 
     @property
     def command(self) -> list[str]:
-        """Return the command of each process."""
+        """Return the command of each process; training gets --run-dir, elastic --mesh.elastic."""
         if self.program:
             return [*shlex.split(self.program), *self.arguments]
         command = [sys.executable, "-m", self.module, *self.arguments]

@@ -129,7 +129,7 @@ class Worker:
         self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open
 
     def error_record(self) -> dict[str, Any] | None:
-        """Return the record of its failure that `runtime.run_command` wrote, or None."""
+        """Return what `runtime.run_command` recorded of the process's failure; None if nothing."""
         try:
             record: dict[str, Any] = self.error_file.json()
         except (OSError, ValueError):
@@ -190,7 +190,7 @@ class Worker:
         return OomKills(now.count - self._oom_kills.count, now.own)
 
     def _lost_peers(self) -> str:
-        """Return the processes, with hosts, that jax's coordination service reported as lost."""
+        """Return text: the processes that jax reported as lost (process 0 if none), with hosts."""
         lost_ids = set()
         for line in self.service_lines[1:]:  # a list of numbers, or of /job:.../task:<number>
             numbers = re.findall(r"/task:(\d+)", line) or (

@@ -160,7 +160,7 @@ def _outcome(
 
 
 def set_losses(evals: Sequence[Record]) -> dict[str, float]:
-    """Return the newest loss of each named evaluation set."""
+    """Return name of an evaluation set -> its newest loss in `evals`."""
     return {
         name.removesuffix("/loss"): value
         for record in evals

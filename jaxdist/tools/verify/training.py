@@ -65,7 +65,7 @@ class Trained:
 
     @functools.cached_property
     def updates(self) -> dict[str, str]:
-        """Parameter -> "gradient", "statistic", or "none" if it is frozen."""
+        """Parameter -> what changes it in training: "gradient", "statistic", or "none"."""
         return {name: dims.update for name, dims in named(self.parts.model.axes).items()}
 
     def stored_as(self, parameter: str) -> str:
