@@ -120,7 +120,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Download initial weights of the hub before a watchdog or another process waits for them.
+    """Download initial weights from the hub before a watchdog or another process waits for them.
 
     A resumed run needs them only next to adapters.
     """

@@ -31,7 +31,7 @@ from jaxdist.plan.audit.states import (
 
 
 def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
-    """Return a state after summing the dims `gone`: PARTIAL if all split dims, VARYING if some."""
+    """Return the state after a sum over `gone`: PARTIAL if all split dims go, VARYING if some."""
     dims = dims_of(state)
     if not set(dims) & set(gone):
         return state
@@ -64,7 +64,7 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
 
 
 def along(equation: Any, states: Sequence[int]) -> int | list[int]:
-    """Return the results' states of a cumulative sum or sort along a dim; others stay split."""
+    """Return the results' states of a cumulative sum or sort along a dim; other dims stay split."""
     params = equation.params
     dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
     linear = equation.primitive.name in ("cumsum", "rev")

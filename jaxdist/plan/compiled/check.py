@@ -120,7 +120,7 @@ class CompiledStep:
         return collective.count * self.branch_shares.get(scopes[-1], 1.0)
 
     def wire_bytes(self) -> dict[tuple[str, str], float]:
-        """Return (kind, axes: "data+fsdp") -> bytes a step that a busiest stage's device sends."""
+        """Return (kind, "axis+axis") -> bytes per step that a device of the busiest stage sends."""
         totals: dict[tuple[str, str], float] = {}
         for c in self.collectives:
             key = (c.kind, "+".join(c.axes))

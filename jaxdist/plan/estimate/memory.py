@@ -232,7 +232,7 @@ def _transposed(job: Job) -> float:
 
 
 def _accumulated(job: Job) -> Parts:
-    """Return name -> bytes of accumulated gradients, with an untied embedding's; {} if none."""
+    """Return name -> bytes of accumulated gradients (untied tables twice); {} if 1 microbatch."""
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.trained, "gradient")

@@ -75,7 +75,7 @@ class Budget:
         return cls(job=job, memory=memory, limit_bytes=limit, remat=remat, own_gpus=own_gpus)
 
     def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
-        """Return the budget for packed or unpacked rows, for this result of cuDNN's check."""
+        """Return the budget, estimated again for packed or unpacked rows and a check of cuDNN."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
             dataclasses.replace(job, packed=packed, check=check), self.limit_bytes, self.own_gpus

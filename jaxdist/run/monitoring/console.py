@@ -245,7 +245,7 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines on why devices were busy or steps took less than 80 % of the time; else []."""
+    """Return lines on why devices were busy, or steps took, under 80 % of the time; else []."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:

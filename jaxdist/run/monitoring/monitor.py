@@ -313,7 +313,7 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Return the summary with `fields`; process 0 writes it to summary.json and prints a block.
+        """Return the summary with `fields`; process 0 writes summary.json and prints its content.
 
         Raise OSError if the file could not be written within `SUMMARY_S`.
         """
@@ -346,7 +346,7 @@ class Monitor:
         return summary
 
     def abort(self, why: str) -> None:
-        """Write summary.json of a run that ends at once, unless written; callable in any thread."""
+        """Write summary.json of a run that ends at once, if not yet done; for any thread."""
         if not self._ended and not self._is_held:
             self.summary(ExitReason.INTERRUPTED, error=why)
 
