@@ -21,7 +21,7 @@ from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import device_seconds, read_records
 from jaxdist.run.monitoring import monitor as monitor_module
-from jaxdist.run.monitoring.console import plain, step_line
+from jaxdist.run.monitoring.console import eval_line, plain, step_line
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.session import CompileTimes
 from jaxdist.run.setup import assemble
@@ -29,6 +29,18 @@ from jaxdist.runtime import progress
 from jaxdist.runtime.formatting import numbers, tables
 
 pytestmark = pytest.mark.usefixtures("propagating")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "printed"),
+    [
+        ({"loss": 2.0, "task/sums/acc": 0.5}, ["loss", "task/sums/acc"]),
+        ({"web/loss": 2.0, "web/tokens": 8, "task/sums/acc": 0.5}, ["web/loss", "task/sums/acc"]),
+    ],
+)
+def test_evaluations_print_metrics_of_tasks(metrics, printed):
+    line = plain(eval_line({"step": 5, **metrics}, total_steps=10))
+    assert [word for word in line.split()[2:] if word in metrics] == printed
 
 
 def test_header_describes_the_run(tmp_path, caplog):

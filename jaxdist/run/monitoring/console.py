@@ -98,14 +98,16 @@ def step_line(
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """Return one line with the metrics of an evaluation.
 
-    With named sets or tasks, only loss, accuracy and bits per byte of each.
+    With named sets, only loss, accuracy and bits per byte of each, and all metrics of tasks.
     """
     parts = [_progress("eval", record, total_steps)]
-    sets = any("/" in name for name in record)
+    is_task = {name: name.startswith("task/") for name in record}
+    sets = any("/" in name and not task for name, task in is_task.items())
     for name, value in record.items():
         if name in ("kind", "time", "step") or not isinstance(value, int | float):
             continue
-        if sets and not name.endswith(("/loss", "/accuracy", "/bits_per_byte")):
+        of_set = name.endswith(("/loss", "/accuracy", "/bits_per_byte"))
+        if sets and not (of_set or is_task[name]):
             continue
         is_loss = name.rpartition("/")[2] == "loss"
         text = _bold(f"{value:8.4f}") if is_loss else f"{value:.6g}"
