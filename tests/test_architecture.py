@@ -317,11 +317,11 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 67_500,
-    "package code lines": 48_200,
-    "test lines": 49_500,
+    "package lines": 66_850,
+    "package code lines": 47_259,
+    "test lines": 48_205,
     "two-way folder pairs": 0,
-    "settings of a run": 170,
+    "settings of a run": 158,
 }
 """They only fall: whoever deletes code lowers them, and whoever raises one gives the reason."""
 
