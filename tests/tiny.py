@@ -241,7 +241,8 @@ def train_by_hand(
     context = Context(
         attend=make_attend(AttentionPlan("cpu")),
         experts=every_expert,
-        dropout_key=jax.random.key(0),  # training; no model has dropout
+        # A key means training, in which experts have a capacity; the reference has no dropout.
+        dropout_key=jax.random.key(0) if "experts" in model.dims else None,
     )
     forward = ForwardPass(model, run_layers=run_layers)
 
