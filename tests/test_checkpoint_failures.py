@@ -353,7 +353,7 @@ def test_a_lock_holder_on_another_host_is_watched_for_heartbeats(tmp_path, monke
     if not alive:
         lines = []
         Checkpointer(tmp_path, CheckpointConfig(), log=lines.append).close()
-        assert missing(lines[0], "watching", "process 1 on elsewhere") == []
+        assert missing(lines[0], "heartbeat", "process 1 on elsewhere") == []
         assert missing(lines[1], "took over", "process 1 on elsewhere") == []
         return
     beats = iter(range(1, 1000))
