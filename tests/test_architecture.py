@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_850,
-    "package code lines": 47_259,
-    "test lines": 48_205,
+    "package lines": 66_862,
+    "package code lines": 47_264,
+    "test lines": 48_206,
     "two-way folder pairs": 0,
     "settings of a run": 158,
 }

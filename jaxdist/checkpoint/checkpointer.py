@@ -225,7 +225,7 @@ class Checkpointer:
 
     @property
     def is_local(self) -> bool:
-        """Return whether there are local saves, for which every process must have `meta`."""
+        """Return whether local saves are configured; `save` then needs `meta` in every process."""
         return self._local is not None
 
     def survivable(self, state: Any) -> str:

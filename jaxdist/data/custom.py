@@ -294,7 +294,10 @@ def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
 def _unlike(
     name: str, which: str, row: Any, field: str, value: np.ndarray | None, shape: tuple[int, ...]
 ) -> str:
-    """Return the message for a missing row (None), or a field [...] whose shape is not `shape`."""
+    """Return the message for a missing `row` (None), or one without a good `field`.
+
+    `value` [...] is the field's value, None if it is missing; `shape` is that of the first row.
+    """
     if row is None:
         return (
             f"data source {name!r}: {which} is missing, as after a filter. Filter the records "

@@ -133,7 +133,12 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     num_kv_heads: int = setting(0, "key/value heads; 0 = num_heads, fewer = grouped-query", ge=0)
     head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads", ge=0)
     mlp_dim: int = setting(384, "hidden width of the MLP", ge=1, le=2**24)
-    max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
+    max_seq_len: int = setting(
+        2048,
+        "length of the learned position table; with rotary positions no limit, but the length in "
+        "eval.tasks and exports",
+        ge=1,
+    )
     norm: Literal["rms", "zero_centered_rms", "layer"] = setting(
         "rms",
         "rms = RMSNorm, zero_centered_rms = RMSNorm that multiplies by 1 + its scale (Gemma), "
@@ -223,7 +228,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @property
     def longest_row(self) -> int:
-        """Return `max_seq_len`."""
+        """Return the tokens that the model is made for; rotary positions allow more."""
         return self.max_seq_len
 
     @property

@@ -103,7 +103,7 @@ class OptimConfig:
         return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:
-        """Return an error message for each violated rule, except bounds of single fields."""
+        """Return an error message for each violated rule; `setting` checks bounds of fields."""
         problems = []
         if not re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             problems.append(

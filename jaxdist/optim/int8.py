@@ -41,9 +41,10 @@ class BlockState(NamedTuple):
     """A moment in 8 bits.
 
     Attributes:
-        codes: uint8, shapes and sharding of the parameters; float32 below `MIN_SIZE` values.
+        codes: uint8, shapes and sharding of the parameters; float32 if a parameter has fewer than
+            `MIN_SIZE` values per layer.
         scales: float32, largest magnitude of each block, [*outer, blocks, 1, ...] with as many
-            dims as the parameter; a scalar 0 below `MIN_SIZE` values.
+            dims as the parameter; a scalar 0 for such small ones.
     """
 
     codes: Params

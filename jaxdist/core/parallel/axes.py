@@ -40,5 +40,5 @@ def joining_fsdp(zero: int) -> tuple[str, ...]:
 
 
 def rules() -> dict[str, str | None]:
-    """Return the mesh axis that splits each logical dim; dims without an entry are never split."""
+    """Return logical dim -> the axis that splits it (never None); other dims are never split."""
     return {dim: axis.name for axis in AXES for dim in axis.dims}

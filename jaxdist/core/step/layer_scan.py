@@ -231,7 +231,10 @@ def remat_policy(remat: str) -> Callable[..., bool]:
 
 
 def _offload_policy(names: tuple[str, ...]) -> Callable[..., Any]:
-    """Make a policy that moves values of these names to pinned host memory, saving no others."""
+    """Return a policy that moves values of these names to pinned host memory.
+
+    Of all others it saves only the scales of fp8 products, on the device.
+    """
     to_host = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     # The decision of that policy for any product is the value that means "to the host".
     moved = to_host(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))

@@ -145,7 +145,7 @@ class ForkServer:
         self._process.wait()
 
     def _read(self, wait_s: float | None) -> None:
-        """Read messages of the server for up to `wait_s` seconds (None: until one arrives)."""
+        """Wait up to `wait_s` seconds (None: no limit) for a message; read all that arrived."""
         while not self._gone and select.select([self._socket], [], [], wait_s)[0]:
             try:
                 message = self._socket.recv(_MESSAGE_BYTES)
