@@ -142,7 +142,7 @@ def test_notebook_runs(path, execute):
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    for cell in code_of(notebook):
+    for cell in code_of(notebook) if path.stem != "lora" else ():  # its answers need all steps
         cell["source"] = cell["source"].replace("steps=60", "steps=20")
     execute(notebook)
     printed = "".join(
