@@ -339,7 +339,7 @@ def test_a_program_trains_a_custom_objective_and_resumes_it(tmp_path, capsys):
     assert run.metrics[0]["hits"] <= 1 and len(run.losses) == 2
     assert "deep audit: one step" in capsys.readouterr().out
     name = f"{__name__}:Preferences"
-    with refused(name, "jaxdist.train(objective="):
+    with refused(name, "jaxdist.train(objective=", "schedule="):
         start(tmp_path / "run", None)
     with refused(name, "audit_of"):
         start(tmp_path / "run", audit_of)

@@ -75,7 +75,7 @@ def check_objects(config: RunConfig, program: Program) -> None:
     starts = _earlier_starts(config) if config.resume != "never" else []
     before, now = (starts[0].get("objective", "") if starts else None), program.object_names
     if before not in (None, now):
-        fix = f"Pass to jaxdist.train(objective=..., optimizer=...): {before}."
+        fix = f"Pass to jaxdist.train(objective=, optimizer=, schedule=): {before}."
         raise ConfigError(
             f"the run was trained with {before or 'objective and optimizer of its settings'}, and "
             f"this start has {now or 'none'}. {fix if before else 'Omit it.'} A new --run-dir "
