@@ -106,7 +106,7 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> core.Jaxpr:
-    """Return the program; its loops, branches and collectives wait for `first` and in order."""
+    """Return the program with loops, branches and collectives in order, and after `first`."""
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of collectives since the last loop or branch
@@ -154,7 +154,7 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Return the indices of a few operands that delay everything inside an equation."""
+    """Return the indices of operands that delay all of a loop or branch if they wait."""
     name, number = equation.primitive.name, len(equation.invars)
     if name == "cond":
         return range(1)  # the index of the branch

@@ -95,7 +95,7 @@ class ForwardPass:
     def _block_of_chunks(
         self, params: Params, xs: tuple[Array, ...], auxs: tuple[Any, ...], context: Context
     ) -> tuple[tuple[Array, ...], Sums]:
-        """Run one layer; return (x of each chunk [rows / chunks, seq_shard, d_model], total)."""
+        """Run one layer; return (x of each chunk [rows / chunks, seq_shard, d_model], Sums)."""
         assert self.model.block is not None
         pairs = zip(xs, auxs, strict=True)
         outputs = [self.model.block(params, x, aux, context) for x, aux in pairs]

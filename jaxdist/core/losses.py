@@ -148,7 +148,7 @@ def label_cross_entropy(
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, ...]:
-    """Return (loss, correct, with regularizers extra), float32 [], and by token losses [tokens].
+    """Return float32 [] loss, correct; extra if regularized; losses [tokens] if `by_token`.
 
     x is [tokens, d_model], kernel [d_model, vocab_shard].
     """

@@ -79,7 +79,7 @@ class MeshSpec:
         return any(size == _OPEN for _, size in self._sizes)
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Return the mesh in which the remaining devices replace `-1`; raise if any are left."""
+        """Replace -1 by `num_devices` / other sizes; raise `ConfigError` if that is no integer."""
         if not self.is_open:
             return self
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)

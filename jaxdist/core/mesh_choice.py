@@ -114,7 +114,10 @@ def legal_meshes(
     problems_of: Callable[[MeshSpec], list[str]],
     count: int = 3,
 ) -> Sequence[MeshSpec]:
-    """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`."""
+    """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`.
+
+    They use the axes context and expert only if `requested` does.
+    """
     # Propose these axes only if requested: they are useful only for long rows and for experts.
     without = [axis for axis in (CONTEXT, EXPERT) if requested[axis] == 1]
     candidates = factorisations(num_devices, without=without)

@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """Return the parameters to evaluate: the average if there is one."""
+        """Return the parameters to evaluate: the moving average if the run has one."""
         averages = (tree for name, tree in self.copies.items() if GROUPS[name].is_average)
         return next((merged(tree, self.params) for tree in averages), self.params)
 

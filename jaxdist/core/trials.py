@@ -58,7 +58,7 @@ def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
 
 
 def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
-    """Return the operations that a GPU computes wrongly, one line each; cached.
+    """Return a line per operation that a GPU computes wrongly, or why the trial failed; cached.
 
     `kind` is "operations" for basic ones, or "offload" for gradients of a loop whose
     activations are in host memory.

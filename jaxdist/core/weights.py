@@ -121,7 +121,7 @@ def trained(tree: Any, axes: Any) -> Any:
 
 
 def frozen(tree: Any, axes: Any) -> Any:
-    """Return the tree without the leaves that `trained` returns."""
+    """Return a tree like `axes` with only the frozen leaves, and None for all others."""
     return jax.tree.map(lambda dims, x: x if dims.update == "none" else None, axes, tree)
 
 

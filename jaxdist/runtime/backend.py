@@ -24,7 +24,7 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Use `num_devices` simulated CPU devices; raises `ConfigError` if other devices run."""
+    """Use `num_devices` simulated CPU devices; raises `ConfigError` if jax has started others."""
     import jax
 
     if num_devices < 1:

@@ -27,7 +27,7 @@ class RuntimeConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return the errors that the bounds of single fields do not cover."""
+        """Return an error message for each violated rule; lower bounds are checked elsewhere."""
         errors = []
         explicit = (bool(self.coordinator_address), self.num_processes > 0, self.process_id >= 0)
         if self.num_processes != 1 and not all(explicit) and any(explicit):

@@ -92,7 +92,7 @@ class JoinedJob:
         return dict(enumerate(host for host, count in self.host_runs for _ in range(count)))
 
     def table(self) -> str:
-        """Return a table of process, host, device, kind and UUID; equal devices are merged."""
+        """Return a table of process, host, device, kind, UUID; without UUIDs a row has several."""
         lines: dict[tuple[str, ...], list[int]] = {}
         for row in self.devices:  # rows of devices without a UUID differ only in the index
             line = (str(row.process), row.host, row.kind, row.uuid or "-")

@@ -168,7 +168,7 @@ def _redirect(stream: TextIO) -> None:
 
 
 def _drop_unwritable(stream: TextIO) -> OSError | None:
-    """Return the error if a stream cannot be written, e.g. on a full disk, and redirect it.
+    """If a stream cannot be written, redirect it to /dev/null and return the error, else None.
 
     Otherwise Python would write the same lines again when it exits, and end with code 120.
     """

@@ -64,7 +64,7 @@ _STATISTICS = "/proc/self/statm"
 class _KeptMemory:
     """Give freed memory back to the system if the process has doubled in size.
 
-    The first checks measure the base size.
+    The first check gives memory back too; after each time, two checks measure the new size.
     """
 
     def __init__(self, libc: Any):
@@ -110,7 +110,7 @@ _SPARE_FILES = 192  # for unidentified connections, logs, checkpoints, libraries
 
 
 def raise_limits() -> None:
-    """Raise the soft resource limits (ulimit) of this process; child processes inherit them."""
+    """Raise soft limits of open files (up to 2^20), processes, locked memory to the hard ones."""
     for limit in _RAISED:
         soft, hard = resource.getrlimit(limit)
         goal = hard

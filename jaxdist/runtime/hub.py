@@ -163,7 +163,7 @@ def fetch_file(
 
 
 def in_cache(name: str, path: str) -> bool:
-    """Return whether a file of a data set, ORG/NAME@COMMIT, is read from the cache."""
+    """Return whether a file of ORG/NAME@COMMIT is in the cache, or HF_HUB_OFFLINE is set."""
     from huggingface_hub import try_to_load_from_cache as cached
 
     repo, _, commit = name.partition("@")

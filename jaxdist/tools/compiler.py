@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the step for a request's settings (TOML) and GPUs; return memory, HLO text, ..."""
+    """Compile the step of a request (TOML settings, GPUs); return its memory in bytes, HLO, ..."""
     gpu = Gpu(**request["gpu"])
     cluster = Cluster(
         gpu=gpu, num_nodes=request["num_nodes"], gpus_per_node=request["gpus_per_node"]

@@ -60,7 +60,7 @@ class FitConfig(RunConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search the largest batch that fits, print it and each trial; return 0."""
+    """Print the largest batch that fits, after each trial; with --rows only that one. Return 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = _read(words)
     if config.rows:
@@ -108,7 +108,7 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def trial(config: FitConfig) -> dict[str, Any]:
-    """Return whether a step with `config.rows` rows per replica fits, with its memory, as JSON."""
+    """Run a step with `config.rows` rows per replica; return `fits`, memory in bytes or `reason`."""
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()

@@ -100,7 +100,7 @@ def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) 
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Return the arrays [*dims]; each varies over every axis over which any of them varies."""
+    """Return the arrays [*dims], each marked as varying over all mesh axes that any varies over."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
@@ -143,7 +143,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 
 
 def forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Partial:
-    """Return the attention of these queries to only these keys; not differentiable."""
+    """Return attention of these queries to only these keys; has no custom backward pass."""
     query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = wide_dtype(query)
@@ -205,7 +205,7 @@ def backward(
     numbers = jnp.arange(q.shape[0])
 
     def of_key_block(dq: Array, other: Any) -> tuple[Array, tuple[Array, Array]]:
-        """Return dq [blocks, batch, kv_heads, group, block, ...] plus this block's; its dk, dv."""
+        """Add a key block to dq [blocks, batch, kv_heads, group, block, ...]; return dq, dk, dv."""
         k, v, k_span, seen = other
 
         def add(total: _Grads, mine: Any) -> tuple[_Grads, None]:
@@ -346,7 +346,7 @@ def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
 
 
 def _any_seen(queries: Span, keys: Span, rule: Rule) -> Bool[Array, "query_blocks key_blocks"]:
-    """Return whether queries of a block may see keys of another; no false negatives."""
+    """Return False for pairs of blocks only if no query of the first sees a key of the other."""
     low = lambda x: jnp.min(x, -1)[:, None]
     high = lambda x: jnp.max(x, -1)[:, None]
     first, last = (lambda x: jnp.min(x, -1)[None]), (lambda x: jnp.max(x, -1)[None])

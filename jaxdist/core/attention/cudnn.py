@@ -218,7 +218,7 @@ def backward(
 
 
 def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
-    """Return bias, lengths and offsets of sequences, page tables; unused ones are [0]."""
+    """Return bias, sequence lengths and offsets, page tables; unused ones are empty, shape [0]."""
     unused = jnp.zeros(0, query.dtype)
     if sequences is None:
         return (unused,) * 7

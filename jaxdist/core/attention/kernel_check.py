@@ -171,7 +171,7 @@ def _plain(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: i
 
 
 def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | None) -> Any:
-    """Return output and gradients of a ring of two groups, [rows, seq, ...], on this device."""
+    """Return output and gradients [rows, seq, ...] of a ring of two groups, run on one device."""
     documents = (None, None) if segments is None else _split_by_group(jnp.asarray(segments))
 
     def run(*inputs: Array) -> tuple[Array, ...]:

@@ -55,14 +55,14 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: move(x, CONTEXT.name, groups * self.inner), tree)
 
     def positions(self, steps_back: Any, length: int) -> Int[Array, "1 {length}"]:
-        """Return the positions in the row of the group that is `steps_back` hops earlier."""
+        """Return the row positions of the keys that are here after `steps_back` hops."""
         first = (self.group - steps_back) % self.size * self.inner
         each, total = length // self.inner, collectives.group_size(CONTEXT.name)
         parts = [context.position_ids_of(first + i, each, total) for i in range(self.inner)]
         return jnp.concatenate(parts)[None]
 
     def is_earlier(self, steps_back: Any) -> Bool[Array, ""] | None:
-        """Return whether the group `steps_back` hops earlier precedes this one; None for 0 hops."""
+        """Return whether keys here after `steps_back` hops are earlier in the row; None for 0."""
         if _is_number(steps_back, 0):
             return None
         return self.group >= steps_back
@@ -150,7 +150,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
 
     def pull_back(chunk: _Chunk, hop: Any, half: int | None) -> PartGrads:
-        """Return gradients of query, key and value before `scatter`: of a half, or all (None)."""
+        """Return gradients through half of the chunk's keys, or all (None), for `scatter`."""
         key, value = chunk.keys_values
         if ring.fused:
             assert half is not None

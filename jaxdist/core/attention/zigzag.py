@@ -146,7 +146,7 @@ def within(queries: Queries, keys: Keys, rule: Rule) -> tuple[Q, Lse]:
 
 
 def within_backward(queries: Queries, keys: Keys, total: GlobalAttention, rule: Rule) -> Grads:
-    """Return the gradients of `within`."""
+    """Return the gradients of `within`; `total` is over all keys of the row."""
     inputs = (queries.query, keys.key, keys.value)
     if keys.segments is not None:
         stats = total.out, total.lse, total.cotangent
@@ -156,7 +156,7 @@ def within_backward(queries: Queries, keys: Keys, total: GlobalAttention, rule: 
 
 
 def across(queries: Queries, keys: Keys) -> tuple[Q, Lse]:
-    """Return output and log-sum-exp of attention to all keys of chunks before the queries."""
+    """Return output and log-sum-exp of attention to keys of earlier chunks: no causal mask."""
     inputs = (queries.query, keys.key, keys.value)
     if queries.segments is None or keys.segments is None:
         out, stats = cudnn.forward(*inputs, _ALL)
@@ -176,7 +176,7 @@ def across(queries: Queries, keys: Keys) -> tuple[Q, Lse]:
 
 
 def across_backward(queries: Queries, keys: Keys, total: GlobalAttention) -> Grads:
-    """Return the gradients of `across`."""
+    """Return the gradients of `across`; `total` is over all keys of the row."""
     inputs, stats = (queries.query, keys.key, keys.value), jnp.moveaxis(total.lse, 2, 1)
     if queries.segments is None or keys.segments is None:
         return cudnn.backward(*inputs, total.out, stats, total.cotangent, _ALL)

@@ -77,7 +77,7 @@ def make_dot(
     """Make a `Context.dot` in a format: product [*dims named after the arrow].
 
     The scale of an array is equal over `axes`. On "gpu" the rounded elements are multiplied, on
-    other platforms the values that they represent. If `is_wide`, the compute dtype is used.
+    other platforms the values that they represent. If `is_wide` is True, nothing is rounded.
     """
     if matmul_dtype == "fp8":
         return fp8.make_dot(axes, platform, is_wide=is_wide)

@@ -181,7 +181,7 @@ class _Scaled(NamedTuple):
         dtype: Any,
         scales: Scales | None = None,
     ) -> Array:
-        """Return the product [*last dims named] of a [*first] and b [*second dims named]."""
+        """Return the product [*out] of a [*left] and b [*right]; names = (left, right, out)."""
         left, right, out = names
         shared = [name for name in left if name in right]
         batch = [name for name in shared if name in out]

@@ -35,7 +35,7 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
 def weight_gradient(
     x: Float[Array, "rows inner"], g: Float[Array, "rows outer"]
 ) -> Float[Array, "inner outer"]:
-    """Return a weight gradient, float32 or wider; the input with fewer columns is transposed."""
+    """Return the weight gradient xᵀ · g, float32 or wider, by the faster of two products."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     x, g = x.astype(wide), g.astype(wide)
     if x.shape[1] <= g.shape[1]:

@@ -170,7 +170,7 @@ class _Product(NamedTuple):
     def _multiply(
         self, names: tuple[list[str], list[str], list[str]], a: Rounded, b: Rounded, dtype: Any
     ) -> Array:
-        """Return the product [*last dims named] of a [*first] and b [*second dims named]."""
+        """Return the product [*out] of a [*left] and b [*right]; names = (left, right, out)."""
         left, right, out = names
         shared = [name for name in left if name in right]
         batch = [name for name in shared if name in out]

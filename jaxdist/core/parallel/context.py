@@ -125,7 +125,7 @@ def dropout_problem(size: int, rate: float) -> str:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return traffic of keys, values and document ids, and of float32 gradients of keys."""
+    """Return the traffic of keys, values, heads, document ids, and of keys' float32 gradients."""
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes

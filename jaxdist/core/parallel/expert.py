@@ -42,7 +42,7 @@ class _Exchange(NamedTuple):
         offset: index among the assignments with this destination, same shape; -1 = dropped.
         counts: number of assignments to each device, int32 [devices].
         starts: index in `order` of the first one, int32 [devices].
-        received: assignments that each device sends to each local expert, [devices, experts].
+        received: number of assignments from each device for each local expert, [devices, experts].
     """
 
     order: Array

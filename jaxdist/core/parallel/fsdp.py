@@ -61,7 +61,7 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
 
 
 def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether remat keeps a value: not if it is a gathered weight or a cast of a weight.
+    """Return False for values that remat must not keep: gathered or cast weights, also in 8 bits.
 
     Excluding the name is not enough: JAX would save the unnamed output of the all-gather instead.
     """

@@ -114,7 +114,8 @@ class EvalConfig:
     )
     max_batches: int = setting(
         20,
-        "maximum number of batches of evaluations in the run, spread over data; 0 = every row once",
+        "maximum number of batches of each evaluation before the last, spread over the held-out "
+        "rows; 0 = every row once",
         ge=0,
     )
     final_max_batches: int = setting(

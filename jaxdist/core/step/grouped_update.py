@@ -95,7 +95,7 @@ class Store(Protocol):
     """Storage of each group's optimizer moments between two steps, as arrays on the host."""
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return the optimizer moments [rows, ...] of a group; raise if not those after `step`."""
+        """Return a group's moments [rows, ...]; raises unless they are those after `step` steps."""
 
     def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
         """Replace the optimizer moments [rows, ...] of a group by those after `step` steps."""

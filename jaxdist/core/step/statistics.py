@@ -99,5 +99,5 @@ def update_running_stats(axes: Params, updated: Params, old: Params, grads: Para
 
 
 def has_averages(axes: Params) -> bool:
-    """Return True if a model has parameters that are updated without gradients."""
+    """Return True if any of the trained parameters is a running average or has increments."""
     return any(dims.update != "gradient" for dims in jax.tree.leaves(axes))

@@ -100,7 +100,7 @@ def make_step(
     plan: StepPlan,
     reports: Reports = Reports(),  # noqa: B008 - immutable
 ) -> Step:
-    """Build the step for a model, objective, optimizer and layout; compiles nothing yet."""
+    """Build the functions of a step; each one is compiled at its first call."""
     model = dataclasses.replace(model, objective=objective)
     context = make_context(model, layout, plan)
     rule = optimizer.rule

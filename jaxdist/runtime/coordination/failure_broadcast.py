@@ -41,7 +41,7 @@ _ANSWER_S = 3.0
 
 
 def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
-    """Announce to all processes that this one ends with `code`; only the first one is read.
+    """Announce that this process ends with `code`; the others follow the first announcement.
 
     `is_cause` is False if the error is only a consequence of another process's end.
     """
@@ -134,7 +134,7 @@ def _follow(failure: dict[str, Any], process_id: int) -> None:
 
 
 def _silent_processes() -> str:
-    """Publish that this process runs; return a line that names those that do not, or ""."""
+    """Answer for this process; return a line with those that do not answer, "" if all do."""
     if "JAXDIST_LOG_DIR" in os.environ:  # the launcher reports how each process ended
         return ""
     service.publish(_ANSWERS, socket.gethostname())

@@ -23,7 +23,7 @@ def is_joined() -> bool:
 
 
 def process_id_and_count() -> tuple[int, int]:
-    """Return (process id, number of processes) without starting a device; (0, 1) if alone."""
+    """Return (process id, number of processes): of the job, else by the launcher, else (0, 1)."""
     state = _state()
     if state is not None:
         return state.process_id, state.num_processes
@@ -37,7 +37,7 @@ def put(key: str, value: Any, *, overwrite: bool = False) -> None:
 
 
 def get(key: str, timeout_s: float) -> Any:
-    """Return the value of a key; raises `TimeoutError`, or `RuntimeError` if process 0 exited."""
+    """Wait for a key; return its value. `TimeoutError`; `RuntimeError` if process 0 exited."""
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # only the text of jax's error is stable between versions

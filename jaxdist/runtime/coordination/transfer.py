@@ -26,9 +26,9 @@ _PATH = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)
 
 
 class FileServer:
-    """Serve the files below a directory from background threads on `address` and `port`.
+    """Serve the files below a directory from background threads, on a free `port`.
 
-    A loopback address accepts no other hosts.
+    With a loopback `address` only to this host, with any other on all addresses.
     """
 
     def __init__(self, root: Location, secret: str, address: str) -> None:
@@ -48,7 +48,7 @@ class FileServer:
 
 
 class FileClient:
-    """Connection to another process's `FileServer`; every method raises `OSError`."""
+    """Connection to another process's `FileServer`; methods raise `OSError` if it fails."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._key = secret.encode()

@@ -21,7 +21,7 @@ from jaxdist.settings.declare import ConfigError
 
 @contextlib.contextmanager
 def panics_as(problem: str, *also: type[Exception]) -> Iterator[None]:
-    """In this block, convert a panic, or an error of the types `also`, to a `ConfigError`.
+    """In this block, convert a Rust panic, or an error of the types `also`, to a `ConfigError`.
 
     `{}` in `problem` is replaced by the error's first line. A panic derives from `BaseException`.
     """
@@ -223,7 +223,7 @@ class Location(os.PathLike[str]):
         os.makedirs(self.path, exist_ok=True)
 
     def missing(self) -> list[Self]:
-        """Return this directory and its parents if they do not exist, deepest first."""
+        """Return those of this directory and its parents that do not exist, deepest first."""
         return [] if self.exists() else [self, *self.parent.missing()]
 
     def delete(self) -> None:

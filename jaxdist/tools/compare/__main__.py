@@ -62,7 +62,7 @@ class CompareConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two runs and print the differences; return 0 if there are none, else 1."""
+    """Print how two runs differ; return 0 if metrics, data and checkpoints are equal, else 1."""
     config = read_settings(
         CompareConfig,
         sys.argv[1:] if argv is None else argv,

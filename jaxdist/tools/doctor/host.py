@@ -52,7 +52,7 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
 def check_disk(
     directory: Path, free: int, total: int, needed: int, free_files: int | None = None
 ) -> list[Finding]:
-    """Return findings: do free bytes and free inodes suffice for the run's checkpoints."""
+    """Return findings: are free bytes enough for `needed` ones, and are 10,000 inodes free."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
     text += f"; the run keeps checkpoints of {in_bytes(needed)}" if needed else ""
     fix = "free some space, lower checkpoint.max_to_keep, or use another --run-dir"

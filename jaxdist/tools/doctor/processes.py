@@ -49,7 +49,7 @@ def peers(process: int, num_processes: int) -> list[int]:
 class Listener:
     """Answers each connection with this process's clock, until closed.
 
-    `address` is the port, and this host's address on the route `towards` a host that all processes
+    `address` is (address, port): of this host on the route `towards` a host that all processes
     reach (the coordinator; "" = only this host).
     """
 
