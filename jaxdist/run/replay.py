@@ -65,7 +65,10 @@ def replay(parts: Parts, dataset: TrainData) -> int:
             " (the same bits as recorded)" * same(values),
         )
     if following is not None:
-        log.info("the same step with the next batch instead of its own: %s", _text(following))
+        log.info(
+            "loss and gradient norm of the step with the next batch instead of its own: %s",
+            _text(following),
+        )
     log.info("verdict: %s", verdict(is_bad, again, following))
     return 0
 

@@ -108,7 +108,7 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def trial(config: FitConfig) -> dict[str, Any]:
-    """Run a step with `config.rows` rows per replica; return `fits`, memory in bytes or `reason`."""
+    """Run steps of `config.rows` rows per replica; return `fits`, memory in bytes or `reason`."""
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()

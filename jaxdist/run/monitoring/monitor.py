@@ -346,7 +346,7 @@ class Monitor:
         return summary
 
     def abort(self, why: str) -> None:
-        """Write summary.json of a run that ends at once, if not yet done; for any thread."""
+        """Write summary.json (interrupted, `why`) unless it is written; callable on any thread."""
         if not self._ended and not self._is_held:
             self.summary(ExitReason.INTERRUPTED, error=why)
 

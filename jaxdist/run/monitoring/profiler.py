@@ -167,7 +167,7 @@ class DeviceTime:
     exposed_s: float
 
     def record(self) -> dict[str, float]:
-        """Return the GPU's times in seconds, and shares of the traced time: idle, communication."""
+        """Return the times in seconds, and shares of `total_s`: idle, communication, exposed."""
         return {
             **dataclasses.asdict(self),
             "communication_share": self.communication_s / self.total_s,

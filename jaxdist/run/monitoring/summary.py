@@ -89,7 +89,7 @@ class Throughput:
         return tokens_per_s / self.num_devices * flops / self.peak_flops
 
     def mfu_fields(self, tokens_per_s: float) -> dict[str, float]:
-        """Return `mfu` by `convention`, and `mfu_full` if that differs; {} if unknown."""
+        """Return `mfu` by `convention`, and `mfu_full` unless that is "full"; {} if unknown."""
         full = self.mfu(tokens_per_s, "full") if self.convention != "full" else None
         fields = {"mfu": self.mfu(tokens_per_s), "mfu_full": full}
         return {name: value for name, value in fields.items() if value is not None}

@@ -103,7 +103,7 @@ class KubernetesConfig:
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 
     def problems(self) -> list[str]:
-        """Return every violated rule beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         return [*self._forms(), *self._paths(), *self._variables()]
 
     def _forms(self) -> Iterator[str]:

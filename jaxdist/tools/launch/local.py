@@ -111,7 +111,7 @@ class LaunchConfig:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def problems(self) -> list[str]:
-        """Return every violated rule beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         try:
             nproc_per_node, nnodes = self.ranges()
         except ConfigError as error:
@@ -196,7 +196,7 @@ class LaunchConfig:
 
     @property
     def command(self) -> list[str]:
-        """Return the command of each process; training gets --run-dir, elastic --mesh.elastic."""
+        """Return the command of each process; training gets --run-dir and --mesh.elastic if due."""
         if self.program:
             return [*shlex.split(self.program), *self.arguments]
         command = [sys.executable, "-m", self.module, *self.arguments]
@@ -209,7 +209,7 @@ class LaunchConfig:
 
     @property
     def restart_policy(self) -> RestartPolicy:
-        """Return limits and delays of restarts; by default 0 for jaxdist commands but training."""
+        """Return limits and delays; without --max-restarts 0 for jaxdist commands but training."""
         max_restarts = self.max_restarts
         if max_restarts is None:
             is_ours = self.module.startswith("jaxdist.") and not self.program

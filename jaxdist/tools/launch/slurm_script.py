@@ -108,7 +108,7 @@ class SlurmConfig:
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 
     def problems(self) -> list[str]:
-        """Return every violated rule beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         problems = []
         try:
             Nodes.parse(self.nodes)

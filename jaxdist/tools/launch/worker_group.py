@@ -129,7 +129,7 @@ class Worker:
         self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open
 
     def error_record(self) -> dict[str, Any] | None:
-        """Return what `runtime.run_command` recorded of the process's failure; None if nothing."""
+        """Return the record that `runtime.run_command` wrote of the failure; None without one."""
         try:
             record: dict[str, Any] = self.error_file.json()
         except (OSError, ValueError):
