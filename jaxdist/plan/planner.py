@@ -305,7 +305,7 @@ def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
 
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
-    """Return the best candidate on a cluster with its cost; None if no legal one fits."""
+    """Return the best candidate without a pipeline, and its cost; None if no legal one fits."""
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None
@@ -314,7 +314,7 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
 
 
 def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
-    """Return the best candidate with the batch halved until it fits; None if no batch fits."""
+    """Return the best candidate without a pipeline, the batch halved until one fits; else None."""
     rows = run.train.global_batch_size
     while rows := rows // 2:
         smaller = with_section(run, "train", global_batch_size=rows)

@@ -74,7 +74,7 @@ def _imbalance(
 
 
 def score_bytes(job: Job) -> int:
-    """Return the bytes of one layer's float32 scores; 0 if a fused kernel avoids them."""
+    """Return the bytes of one layer's float32 scores in the dense kernel; 0 with any other."""
     if job.attention != "xla":
         return 0
     return WIDE * job.micro_rows * heads(job) * job.seq_len**2

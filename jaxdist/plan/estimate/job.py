@@ -406,7 +406,7 @@ class Job:
         return tuple(w for w in self.weights if not w.is_stacked)
 
     def is_gathered(self, weight: Weight) -> bool:
-        """Return True if a weight is sharded over data or fsdp and gathered before use."""
+        """Return True if devices store shards of a weight that they gather before its use."""
         return self.size(weight, "param") < self.size(weight, "gathered")
 
     def gathered_dim(self, weight: Weight) -> int:

@@ -192,7 +192,7 @@ def needs_of(
     model: Model | None,
     host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
-    """Return mesh -> (bytes needed on one GPU, usable bytes); None without GPUs."""
+    """Return mesh -> (bytes needed on one GPU, usable bytes); None without GPUs of known limit."""
     cluster_and_limit = _cluster_of(config, devices, host_of or {})
     if cluster_and_limit is None:
         return None
