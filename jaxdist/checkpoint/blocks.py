@@ -75,7 +75,7 @@ def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
 
 
 def slices_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
-    """Return `bounds_of` as slices."""
+    """Return a slice per dim; dims without a slice in `index` (or None) are complete."""
     return tuple(slice(*part) for part in bounds_of(index, shape))
 
 
@@ -102,5 +102,5 @@ class HostCopies:
         return buffer
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Free the memory of all copies."""
         self._buffers.clear()

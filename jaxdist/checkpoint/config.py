@@ -61,7 +61,9 @@ class CheckpointConfig:
         "e.g. /nvme/jaxdist or $TMPDIR/jaxdist; empty = none",
     )
     local_interval_steps: int = setting(
-        0, "steps between saves to local_dir, besides one each 5 minutes; 0 = only the latter", ge=0
+        0,
+        "steps between saves to local_dir, in addition to one every 5 minutes; 0 = only those",
+        ge=0,
     )
     neighbours: int = setting(
         1,
@@ -72,7 +74,7 @@ class CheckpointConfig:
 
     @property
     def in_background(self) -> bool:
-        """Return whether training continues during a write."""
+        """Return whether training continues during a write: not with a save after each step."""
         # With an interval of one step, no extra save halfway is possible.
         return self.async_save and self.save_interval_steps != 1
 
@@ -98,7 +100,7 @@ class CheckpointConfig:
         )
 
     def problems(self) -> list[str]:
-        """Return the errors that the bounds of single fields do not cover."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         errors = []
         if not re.fullmatch(r"none|[\w./-]+:[1-9][0-9]{0,8}", self.keep_best):
             errors.append(

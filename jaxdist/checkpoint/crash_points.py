@@ -26,6 +26,6 @@ POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
 
 
 def crash_point(name: CrashPoint) -> None:
-    """Kill this process (SIGKILL) if the environment names this point."""
+    """Kill this process (SIGKILL) if the environment variable `VARIABLE` names this point."""
     if os.environ.get(VARIABLE) == name:
         os.kill(os.getpid(), signal.SIGKILL)

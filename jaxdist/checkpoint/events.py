@@ -38,7 +38,7 @@ class MismatchError(ConfigError):
 
 
 def make_group() -> Group:
-    """Return the processes as a `Group` for one thread; an error of process 0 is raised in all."""
+    """Return a `Group` of all processes, for one thread; all raise an error of process 0."""
     errors = (CorruptCheckpoint, CheckpointError)
     return Group("checkpoint", errors=errors, otherwise=CheckpointError)
 
@@ -74,12 +74,12 @@ class EventLog:
         self._events: collections.deque[Event] = collections.deque()  # two threads append
 
     def log(self, text: str) -> None:
-        """Write one log line."""
+        """Write a log line, on process 0 only."""
         if self._leader:
             self._write_line(text)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Add one event."""
+        """Add an event, a dict of its kind and `values`, to the list for `pop`."""
         self._events.append({"event": kind, **values})
 
     def pop(self) -> list[Event]:
@@ -101,7 +101,7 @@ class EventLog:
         )
         late = outcome.waited_s > 0.01
         waited = f", waited {outcome.waited_s:.2f} s for the previous save" if late else ""
-        halfway = "; halfway, kept until the next" if outcome.halfway else ""
+        halfway = "; halfway between two saves, kept until the next" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({rate(bytes_per_s)}), training blocked "
@@ -109,7 +109,7 @@ class EventLog:
         )
 
     def saved_locally(self, outcome: Outcome) -> None:
-        """Report a local save and its copies; `bytes` counts this process only."""
+        """Add the event and log line of a local save; `bytes` counts this process only."""
         self.event(
             "local_save",
             step=outcome.step,
@@ -124,12 +124,12 @@ class EventLog:
         )
 
     def failed_locally(self, step: int, reason: str) -> None:
-        """Report a local save that failed, or whose copy failed."""
+        """Add the event and log line of a local save that failed, or whose copy failed."""
         self.event("local_save_failed", step=step, reason=reason)
         self.log(f"LOCAL SAVE FAILED at step {step}: {reason} (earlier local saves are kept)")
 
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
-        """Report a failed save and how many failures in a row stop the run."""
+        """Add event and log line of a failed save; the run stops at `allowed` failures in a row."""
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
         self.log(
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "

@@ -26,7 +26,7 @@ from jaxdist.settings import ConfigError
 
 FILE_NAME = "manifest.json"
 DOCUMENT = "meta/metadata"
-"""The JSON next to the arrays."""
+"""Path of the JSON next to the arrays, relative to the checkpoint."""
 
 CORRUPT = "CORRUPT"
 SUPERSEDED = "SUPERSEDED"
@@ -57,7 +57,7 @@ def steps_in(directory: Location) -> list[int]:
 
 
 def named_step(path: str) -> tuple[Location, int | None]:
-    """Return the checkpoint directory at, in or above a path, and the step it ends in, or None."""
+    """Return the checkpoint directory at, in or above `path`, and the step it names (or None)."""
     location = locate(path).absolute()
     for candidate in (location / "checkpoints", location, location.parent):
         if steps_in(candidate) and (candidate != location.parent or location.name.isdecimal()):

@@ -27,7 +27,7 @@ OPTIONAL = tuple(group.item for name, group in GROUPS.items() if name != "model"
 """Parts that a run or a checkpoint may lack."""
 
 Weights: TypeAlias = Literal["auto", "ema", "raw"]
-"""Weights as trained (raw), their moving average (ema), or the average if there is one (auto)."""
+"""Weights as trained (raw), their moving average (ema); auto = the average if one is stored."""
 
 
 @dataclasses.dataclass(frozen=True)

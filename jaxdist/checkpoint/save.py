@@ -41,7 +41,7 @@ MAX_FAILURES = 3
 """Number of consecutive failed saves after which a run stops, to bound the lost work."""
 
 RETENTION_S = 60.0
-"""Seconds that a save waits for deletions on a store; they continue in the background."""
+"""Seconds that a save waits for deletions on an object store; then they run in the background."""
 
 _LARGER_IS_BETTER = ("accuracy", "agreement", "acc", "acc_norm", "exact_match", "f1")
 """Last parts of evaluation metrics for which larger is better, e.g. of task/arc_easy/acc.
@@ -88,7 +88,7 @@ class Saver:
         halfway: bool = False,
         moments: MomentFiles | None = None,
     ) -> None:
-        """Wait for the previous save; start one unless `step` is saved; return after the copy.
+        """Wait for the previous save; start one unless `step` is saved; wait for the host copy.
 
         A `halfway` save is deleted after the next save is committed. `moments` are the moments that
         are in files and not in `state`.
@@ -285,7 +285,7 @@ class Saver:
         metrics: dict[str, float],
         document: Callable[[], dict[str, Any]],
     ) -> None:
-        """Wait for the arrays, commit the save, delete old ones; the outcome is the same on all."""
+        """Wait for the arrays, commit the save, delete old ones; one outcome for all processes."""
         described: dict[str, Any] = {}
         try:
             if not outcome.error:

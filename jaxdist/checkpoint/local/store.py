@@ -56,7 +56,7 @@ class LocalStore:
         return sum(size for size, _ in entries.values())
 
     def take(self, save: Save, fetch: Callable[[str], bytes]) -> None:
-        """Copy a save to this disk, with `fetch`: path -> content; raises `CorruptCheckpoint`."""
+        """Copy a save of another host by `fetch` (path -> content); raises `CorruptCheckpoint`."""
         location = self._cleared(save)
         try:
             files: dict[str, list[int]] = json.loads(fetch(f"{save.path}/{manifest.FILE_NAME}"))[

@@ -100,7 +100,7 @@ class LocalTier:
     # -- saving ------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """Invalidate saves after `step`, where the run continues; start to copy missing ones."""
+        """Invalidate saves after `step`, where the run continues; refetch lost copies for peers."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
         if self._chosen is None or self._chosen.step != step:
@@ -116,7 +116,7 @@ class LocalTier:
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Record, once, the step this start resumed from; after a failure `save` does nothing."""
+        """Record, once, the step this start resumed from; before that, `save` does nothing."""
         if self._has_begun:
             return
         self.wait()
@@ -200,7 +200,7 @@ class LocalTier:
         pieces: list[tuple[str, Any]],
         document: Callable[[], str],
     ) -> None:
-        """Write shards, copy those of peers, delete old saves; the outcome is the same on all."""
+        """Write shards, copy those of peers, delete old saves; one outcome for all processes."""
         generation, step = self._lineage.generation, outcome.step
         own = Save(generation, step, part.shards)
         taken = [Save(generation, step, of) for of, _ in part.copied]
