@@ -41,7 +41,7 @@ class EvaluateConfig(CheckpointSettings):
     json: bool = setting(False, "print one JSON object instead of text")
 
     def problems(self) -> list[str]:
-        """Return violated rules beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         problems = []
         if self.tasks and self.sources:
             problems.append(f"tasks={self.tasks} and sources={self.sources}. Leave one out.")

@@ -53,7 +53,7 @@ class GenerateConfig(CheckpointSettings, TextSettings):
     batch_size: int = setting(32, "number of prompts per batch", ge=1)
 
     def problems(self) -> list[str]:
-        """Return violated rules beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         problems = []
         if self.prompt and self.prompt_file:
             problems.append(

@@ -213,7 +213,7 @@ def _stored(values: InputValues) -> tuple[str, int | None]:
 
 
 def _debug_run(has_mesh: bool) -> RunConfig:
-    """Return the defaults of `--debug`: a tiny run that exercises everything synchronously."""
+    """Return the defaults of `--debug`: a tiny run, on 2 simulated devices unless `has_mesh`."""
     return RunConfig(
         name="debug",
         debug=True,
@@ -274,7 +274,7 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> RunConfig:
-    """Return the settings stored with a checkpoint of a run, or else in `config.toml`."""
+    """Return a run's settings: of its newest intact checkpoint up to `step`, else `config.toml`."""
     run = locate(path)
     if text := manifest.stored_config(run / "checkpoints", step):
         return parse_run(text, str(run))

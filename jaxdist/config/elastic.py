@@ -128,7 +128,7 @@ def _eval_rows(config: RunConfig) -> int:
 def shrink_reason(
     config: RunConfig, adapted: RunConfig, num_devices: int, model: Model | None = None
 ) -> str:
-    """Describe the smaller mesh that `fit_devices` chose for `num_devices` devices."""
+    """Return one line about the smaller mesh that `fit_devices` chose for `num_devices`."""
     full, spec = config.mesh.spec, adapted.mesh.spec
     size = config.rows_per_example(model)
     batch, zero = config.train.global_batch_size, config.mesh.zero

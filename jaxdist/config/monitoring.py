@@ -23,8 +23,8 @@ class MonitoringConfig:
 
     log_interval_steps: int = setting(
         10,
-        "steps between console lines and TensorBoard points; 1 = every step. Every fifth line the "
-        "processes are compared, to find stragglers",
+        "steps between console lines and TensorBoard points; 1 = every step. At every fifth line, "
+        "step times of all processes are compared to find stragglers",
         ge=1,
     )
     layer_statistics_steps: int = setting(
@@ -60,7 +60,7 @@ class MonitoringConfig:
         return self.prometheus if ":" in self.prometheus else f"127.0.0.1:{self.prometheus}"
 
     def problems(self) -> list[str]:
-        """Return the violated rules beyond the bounds of each setting."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         problems = []
         if self.prometheus and not is_address(self.prometheus_address):
             problems.append(

@@ -324,7 +324,7 @@ class RunConfig:
         return self.pipeline.choose_depths(model.num_layers, num_stages, share)
 
     def state_bytes(self, model: Model, *, gradients: bool = True) -> int:
-        """Return the bytes of all parameter groups, gradients and moments, as stored."""
+        """Return the total bytes of parameter groups, moments and, if set, gradients."""
         of_trained = gradients * _GRADIENT_BYTES + self.optim.moment_bytes
 
         def element_bytes(weight: Weight) -> float:

@@ -24,7 +24,7 @@ Storage = Literal["bfloat16", "float32"]
 def teacher_of(
     config: RunConfig, vocab_size: int, compute_dtype: str
 ) -> tuple[RunConfig, Model] | None:
-    """Return settings and model of the run's teacher, stored in the compute dtype; else None.
+    """Return settings and model of the run's teacher, in the compute dtype; None without teacher.
 
     Raise `ConfigError` if it does not fit a student with `vocab_size` tokens.
     """

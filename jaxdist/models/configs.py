@@ -68,7 +68,7 @@ class _ModelDefaults:
 
     @property
     def stack_settings(self) -> Mapping[str, str]:
-        """Additions to `size_settings` if layers differ."""
+        """Entries that replace those of `size_settings` if several layers repeat."""
         return {}
 
     @property
@@ -78,7 +78,7 @@ class _ModelDefaults:
 
     @property
     def longest_row(self) -> int:
-        """Return the number of tokens that the model is made for; 0 = no limit is stated."""
+        """Return the number of tokens per row that the model is made for; 0 = not stated."""
         return 0
 
     @property
@@ -97,7 +97,7 @@ class _ModelDefaults:
         return AttentionCall()
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most these layers and small widths, if the kind allows it.
+        """Return this model with at most `num_layers` layers and small widths, if possible.
 
         `multiple` divides the widths. By default the model is unchanged.
         """
@@ -228,7 +228,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @property
     def longest_row(self) -> int:
-        """Return the tokens that the model is made for; rotary positions allow more."""
+        """Return the number of tokens per row the model is made for; rotary models accept more."""
         return self.max_seq_len
 
     @property
@@ -265,17 +265,17 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @functools.cached_property
     def stack(self) -> tuple[int, tuple[bool, ...]]:
-        """Number of layers before the stack, and whether each layer of its block has experts."""
+        """Number of dense layers before the repeated block; whether its layers have experts."""
         return repeated_block([i not in self.dense_layers for i in range(self.num_layers)])
 
     @property
     def stack_settings(self) -> Mapping[str, str]:
-        """Additions to `size_settings` if layers differ."""
+        """Entries that replace those of `size_settings` if several layers repeat."""
         size = len(self.stack[1])
         return {"layers": f"blocks of {size} layers"} if size > 1 else {}
 
     def fewer_layers(self, num_blocks: int) -> dict[str, Any]:
-        """Return the settings of the first layers and at most this number of blocks."""
+        """Return `num_layers` and `dense_layers` for at most this number of repeated blocks."""
         count = min(self.num_layers, self.stack[0] + num_blocks * len(self.stack[1]))
         return {"num_layers": count, "dense_layers": [i for i in self.dense_layers if i < count]}
 
@@ -325,7 +325,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most these layers and small widths that `multiple` divides."""
+        """Return this model with at most `num_layers` layers and small multiples as widths."""
         d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
         is_wide = self.d_model > d_model
         return dataclasses.replace(

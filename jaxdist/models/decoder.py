@@ -109,7 +109,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         return bind_block(params)(x, aux, context)
 
     def head(params: Params, x: Array, batch: Batch, context: Context) -> tuple[Any, Sums]:
-        """Return the output head of x [batch, seq_shard, d_model], or scores, and no sums."""
+        """Return the `TokenHead` of x [batch, seq_shard, d_model], or scores of labels, and {}."""
         x = bind_head(params["head"]).norm(x)
         if config.num_labels:
             return _scores(x, params["head"]["score"], batch["weights"], context), {}
@@ -521,6 +521,6 @@ def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
 
 
 def _once(bias: Array, context: Context) -> Array:
-    """Return the bias [d_model] on tensor index 0, else zeros, so that the sum adds it once."""
+    """Return the bias [d_model] on tensor index 0, else zeros: the all-reduce adds it once."""
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))

@@ -247,7 +247,7 @@ def rope_stretch(
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Make Llama 3.1's function of frequencies [head_dim / 2]: low ones are times 1 / `factor`.
+    """Make Llama 3.1's function of frequencies [head_dim / 2]: low ones are divided by `factor`.
 
     From `low` to `high` turns in `original_len` positions there is a linear ramp. Source: the Llama
     3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
@@ -262,7 +262,7 @@ def llama3_stretch(
 
 
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
-    """Make YaRN's function of frequencies [head_dim / 2]: times 1 / `factor` from index `last` on.
+    """Make YaRN's function of frequencies [head_dim / 2]: divided by `factor` from index `last` on.
 
     Between the indices `first` and `last` there is a linear ramp. Source: Peng et al. 2023, "YaRN",
     section 3.2 (NTK-by-parts), rounded outwards as in its code.
@@ -456,7 +456,7 @@ def angles_of_layer(
 
 
 def mask_of_layer(config: DecoderConfig, context: Context, **fields: Any) -> AttentionMask:
-    """Return the attention mask of the current layer; `fields` are its other fields."""
+    """Return the mask of the layer `context.layer`; `fields` are other `AttentionMask` fields."""
     every, layer = config.full_attention_every, context.layer
     return AttentionMask(
         sliding_window=config.sliding_window, full_every=every, layer=layer, **fields

@@ -36,7 +36,7 @@ class Weight:
         return self.dims.storage in ("int8", "uint8") and self.dims.num_weights > 0
 
     def num_gathered_bytes(self, compute_bytes: int) -> int:
-        """Return the number of bytes per element after the all-gather."""
+        """Return bytes per element after FSDP's all-gather: stored ones if the dtype stays."""
         return self.num_bytes if self.dims.keeps_dtype else compute_bytes
 
     @property

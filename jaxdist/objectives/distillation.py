@@ -31,7 +31,7 @@ class Distillation:
     beta: float = 1.0
 
     def __call__(self, output: TokenHead, batch: Batch, context: Context) -> Sums:
-        """Return the divergence of learned tokens, and how often the best outcomes agree."""
+        """Return sums: divergence as loss, weight, and agreement of the most probable tokens."""
         tokens, taught = batch[TEACHER_TOKENS], batch[TEACHER_LOGPS]
         learned = context.token_logps(output, tokens, temperature=1 / self.beta).logps
         p, q = (learned, taught) if self.is_reverse else (taught, learned)

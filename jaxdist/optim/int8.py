@@ -123,7 +123,7 @@ def dequantize(
     *,
     is_signed: bool,
 ) -> Float32[Array, "*leaf"]:
-    """Return the moment of `quantize`'s results."""
+    """Return the float32 moment from the codes and scales of `quantize`."""
     if codes.dtype != jnp.uint8:
         return codes
     blocks = _in_blocks(codes, is_stacked)
@@ -133,7 +133,7 @@ def dequantize(
 
 
 def is_eligible(shape: tuple[int, ...], is_stacked: bool) -> bool:
-    """Return whether moments of a parameter are stored in 8 bits."""
+    """Return whether a parameter's moments are stored in 8 bits: `MIN_SIZE` values per layer."""
     return math.prod(shape[is_stacked:]) >= MIN_SIZE
 
 

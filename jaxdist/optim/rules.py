@@ -152,7 +152,7 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def from_optax(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the update direction of an optax optimizer, whose updates are added."""
+    """Return `rule` with negated updates: we subtract directions, and optax adds updates."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return directions like the gradients [...], and the state."""

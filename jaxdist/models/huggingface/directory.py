@@ -56,7 +56,7 @@ def export_problems(
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:
-    """Return the directory of a model; download a hub name, with its weights if `weights`."""
+    """Return a model's directory; download a hub name: config, tokenizer and, if set, `weights`."""
     if not hub.is_hub_name(path):
         return locate(path)
     name = os.fspath(path)
@@ -79,7 +79,7 @@ def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
-    """Return the model settings of a directory, with the kind of head that its weights have."""
+    """Return a directory's model settings; readable weights decide whether the head is tied."""
     hf = read_json(folder)
     model = read_config(hf)
     try:

@@ -156,7 +156,7 @@ def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
 
 
 def family_of(config: DecoderConfig) -> str:
-    """Return the family that can represent the model; raises `ConfigError` if none can."""
+    """Return the `model_type` that can represent the model; raises `ConfigError` if none can."""
     parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
     if config.num_experts:

@@ -145,7 +145,7 @@ class AdaptedModule(NamedTuple):
         return adapter
 
     def shapes(self, lora: LoraConfig, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of PEFT's tensors."""
+        """Return name -> shape of PEFT's tensors for an adapter of this module and `rank`."""
         view, order = self.source.view, self.source.order
         if count := self.num_experts:
             a, b = (count * rank, view[1]), (math.prod(view[2:]), count * rank)
@@ -336,7 +336,7 @@ def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
 
 
 def _linear(model: DecoderConfig) -> dict[str, str]:
-    """Return the name of each module of the first layer -> our target; experts are none."""
+    """Return name in PEFT -> our target of each module of the first layer except experts."""
     each = (module for module in modules(model, LoraConfig(rank=1)) if not module.num_experts)
     return {module.name: module.target for module in each if module.layer == 0}
 
