@@ -173,7 +173,7 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
 
 
 def _cheap(equation: core.JaxprEqn, carries: Iterable[int]) -> list[int]:
-    """Return the smallest of these carries and all small ones; a loop waits for each of them.
+    """Return which of these carries a loop waits for: the smallest one, and all small ones.
 
     To wait, a carry is copied, which takes long for the residuals of a pipeline.
     """

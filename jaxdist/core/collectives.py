@@ -97,7 +97,7 @@ def all_reduce(x: Same, axes: Axes, op: str = "sum") -> Same:
 
 
 def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Concatenate the arrays in group order: [..., d, ...] -> [..., n·d, ...]. Sends B·(n−1)."""
+    """Concatenate arrays in group order: [..., d, ...] -> [..., n·d, ...]. Sends B·(n−1) bytes."""
     return lax.all_gather(x, _names(axes), axis=dim, tiled=True)
 
 

@@ -120,7 +120,7 @@ class RecordEncoder:
         self.identity = [tokenizer.fingerprint, kind, *_rules(tokenizer), "fields-1"]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files in chunks."""
+        """Yield tokens and weights of files in chunks; raises `ConfigError` for a bad record."""
         for records, position in _batches(files, self._documents, _BATCH_TOKENS):
             held = [document for documents in records for document in documents]
             yield Chunk(

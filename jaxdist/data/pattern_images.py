@@ -9,7 +9,7 @@ _NOISE = 0.3
 
 
 class PatternImages:
-    """Noisy stripes; the class is their direction."""
+    """Generated images of noisy stripes, by index; the class is the direction of the stripes."""
 
     def __init__(self, num_rows: int, seed: int):
         """Describe `num_rows` images, which `seed` determines."""

@@ -135,8 +135,8 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     mlp_dim: int = setting(384, "hidden width of the MLP", ge=1, le=2**24)
     max_seq_len: int = setting(
         2048,
-        "length of the learned position table; with rotary positions no limit, but the length in "
-        "eval.tasks and exports",
+        "length of the learned position table, the longest row with it; with rotary positions no "
+        "limit, but the length in eval.tasks and exports",
         ge=1,
     )
     norm: Literal["rms", "zero_centered_rms", "layer"] = setting(

@@ -21,7 +21,7 @@ class OptimConfig:
     )
     peak_lr: float = setting(3e-3, "learning rate at the end of warmup, before lr_scaling", gt=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = setting(
-        "cosine", "shape after warmup; wsd = stay at the peak, then decay linearly"
+        "cosine", "learning rate after warmup; wsd = stay at the peak, then decay linearly"
     )
     warmup_steps: int = setting(20, "steps of linear warmup; 0 = start at the peak", ge=0)
     decay_steps: int = setting(
@@ -38,9 +38,11 @@ class OptimConfig:
         "change peak_lr with the batch: linear:N multiplies it by train.global_batch_size / N, "
         "sqrt:N by the square root of that; N is the batch for which peak_lr was chosen",
     )
-    beta1: float = setting(0.9, "decay of the first moment (adamw, lion)", ge=0, lt=1)
+    beta1: float = setting(
+        0.9, "decay of AdamW's first moment; share of the momentum in lion's update", ge=0, lt=1
+    )
     beta2: float = setting(
-        0.95, "decay of the second moment (adamw) or of the momentum (lion)", ge=0, lt=1
+        0.95, "decay of AdamW's second moment, or of lion's momentum", ge=0, lt=1
     )
     eps: float = setting(1e-8, "epsilon, added to the denominators of updates (adamw, muon)", gt=0)
     momentum: float = setting(

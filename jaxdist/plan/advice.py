@@ -188,7 +188,7 @@ def _on_data(plan: Plan) -> str:
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Return why the mesh uses an axis, or the speed with it, as text; "" if none with it fits."""
+    """Return why the mesh uses an axis, or its effect on speed, as text; "" if unknown."""
     used = plan.choice.job.spec[axis]
     others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]

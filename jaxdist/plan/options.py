@@ -97,7 +97,7 @@ class PlanConfig(RunConfig):
         return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
-        """Return the violated rules of the planner's settings; those of the run are separate."""
+        """Return an error message for each violated rule of the planner's own settings."""
         problems = [
             f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
             for name in ("price", "spot_price", "failures_per_day", "restart_s")

@@ -82,7 +82,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
             gradient_dtype=reduce_dtype,
         )
     except Exception as error:
-        log.debug("mesh audit", exc_info=True)
+        log.debug("the mesh audit failed", exc_info=True)
         raise ConfigError(
             f"the mesh audit failed on the step of model {parts.model.name!r} on mesh {parts.spec} "
             f"({type(error).__name__}: {error}), so missing sums would not be detected. This is a "

@@ -31,7 +31,7 @@ _SLACK_BYTES = 256 << 20
 
 
 def tune_malloc() -> bool:
-    """Configure glibc's handling of freed memory; return whether it is kept.
+    """Configure glibc's handling of freed memory; return whether the process keeps this memory.
 
     On CPUs, memory is kept in one arena until `give_back_memory` detects that the process has
     doubled. On GPUs the limit is two arenas, because glibc's default of eight per core keeps tens

@@ -241,8 +241,8 @@ class LocalTier:
                 self._fetch(save, peer)
             except (OSError, CheckpointError) as error:  # the next save retries it
                 self._events.log(
-                    f"this host lost its copy of {peer.host}'s local save {save.step} and could "
-                    f"not copy it again: {one_line(error)}"
+                    f"this host lost its copy of {peer.host}'s local save of step {save.step} "
+                    f"and could not copy it again: {one_line(error)}"
                 )
 
     @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Documents(NamedTuple):
 
     @property
     def num_calls(self) -> Int[Array, ""]:
-        """Number of calls that the row with the most documents needs."""
+        """Number of kernel calls that the row with the most documents needs."""
         return jnp.max(self.number) // DOCUMENTS + 1
 
     def sequences(self, call: Int[Array, ""]) -> Sequences:

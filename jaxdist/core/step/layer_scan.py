@@ -197,7 +197,7 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """Return the x [batch, seq_shard, d_model] and sums of a block, checked; sums vary by row."""
+    """Return a block's x [batch, seq_shard, d_model] and sums; reject sums that are no scalars."""
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
             f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "

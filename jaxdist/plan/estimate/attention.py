@@ -81,7 +81,7 @@ def score_bytes(job: Job) -> int:
 
 
 def block_bytes(job: Job) -> float:
-    """Return the bytes of scores that block-wise attention writes and reads a layer; else 0."""
+    """Return the bytes of scores per layer that block-wise attention moves; 0 without it."""
     if job.attention != "blockwise":
         return 0.0
     return 4.0 * WIDE * job.tokens * heads(job) * keys_seen(job)

@@ -288,7 +288,7 @@ class TensorBoard:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "%s cannot be written (%s): TensorBoard misses points meanwhile; "
+                    "the folder %s cannot be written (%s): TensorBoard misses points meanwhile; "
                     "metrics.jsonl has them",
                     self._path,
                     failure.strerror,

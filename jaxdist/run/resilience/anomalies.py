@@ -211,12 +211,12 @@ class LossGuard:
 
 
 def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
-    """Return the anomalies, oldest first; [] without a file. A truncated line is skipped."""
+    """Return the anomalies, oldest first; [] without a file. Skips a line that is no record."""
     file = locate(path)
     anomalies = []
     for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):
         try:
             anomalies.append(Anomaly(**decode(line)))
         except (ValueError, TypeError):
-            log.warning("%s: line %d is truncated and was skipped", file, number)
+            log.warning("%s: line %d is no complete record and was skipped", file, number)
     return anomalies

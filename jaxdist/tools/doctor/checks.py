@@ -46,7 +46,7 @@ class DoctorConfig(RunConfig):
         64, "MiB written, synced and read back in the run directory; 0 = none", ge=0
     )
     allreduce_mib: int = setting(
-        0, "MiB per device reduced over each mesh axis; 0 = 256 on GPUs, 1 on CPU", ge=0
+        0, "MiB per device for the all-reduce of each mesh axis; 0 = 256 on GPUs, 1 on CPU", ge=0
     )
     wait_s: int = setting(60, "seconds that processes wait for each other in one check", ge=1)
 

@@ -196,7 +196,7 @@ class LaunchConfig:
 
     @property
     def command(self) -> list[str]:
-        """Return the command of each process; training gets --run-dir and --mesh.elastic if due."""
+        """Return the command of each process; training gets --run-dir, elastic --mesh.elastic."""
         if self.program:
             return [*shlex.split(self.program), *self.arguments]
         command = [sys.executable, "-m", self.module, *self.arguments]
@@ -209,7 +209,7 @@ class LaunchConfig:
 
     @property
     def restart_policy(self) -> RestartPolicy:
-        """Return limits and delays; without --max-restarts 0 for jaxdist commands but training."""
+        """Return limits and delays; by default only train, of jaxdist's commands, restarts."""
         max_restarts = self.max_restarts
         if max_restarts is None:
             is_ours = self.module.startswith("jaxdist.") and not self.program

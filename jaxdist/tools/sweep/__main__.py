@@ -93,7 +93,7 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
 
 
 def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
-    """Return the settings in flags of `jaxdist launch slurm`; without --name sweep-NAME."""
+    """Return the settings in flags of `jaxdist launch slurm`; the default name is sweep-NAME."""
     names = [flag.partition("=")[0].replace("-", "_") for flag in flags]
     problems = [
         f"slurm={flag!r} is not FLAG=VALUE. Use e.g. time=24:00:00."
