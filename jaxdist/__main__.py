@@ -73,7 +73,7 @@ def overview(commands: dict[str, str]) -> str:
 
 
 def _source_of(name: str) -> Path | None:
-    """Return the file that `python -m jaxdist.<name>` runs; import only jaxdist."""
+    """Return the file that `python -m jaxdist.<name>` runs, or None; import only jaxdist."""
     spec = importlib.util.find_spec(f"jaxdist.{name}")
     if spec is None or spec.origin is None:
         return None

@@ -57,7 +57,7 @@ class Exports:
             self._futures[step] = self._thread.submit(self._replace, step)
 
     def wait(self) -> None:
-        """Wait for all exports."""
+        """Wait until all queued exports have ended."""
         with waiting("finishing the export"):
             concurrent.futures.wait(self._futures.values())
 

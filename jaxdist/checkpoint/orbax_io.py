@@ -171,7 +171,7 @@ class _StoredArray:
         return self._handle[index].read().result()
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write `part` [shape of `index`]."""
+        """Write `part` [shape of `index`] at `index` of the stored array."""
         self._handle[index].write(part).result()
 
 

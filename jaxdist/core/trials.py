@@ -219,7 +219,7 @@ _OPERATIONS: dict[str, tuple[Callable, Callable, float]] = {
 
 
 def offload_errors() -> dict[str, tuple[float, float]]:
-    """Return (error, limit) of gradients of a loop over layers that offloads its activations.
+    """Return name -> (error, limit) for gradients of a loop over layers that offloads activations.
 
     The reference is the same loop without offload. A read in the wrong order is an error near 1.
     """

@@ -141,7 +141,7 @@ def parse_hub_set(source: str) -> HubSet:
 
 
 def without_commit(source: str) -> str:
-    """Return a source without its revision."""
+    """Return a source hf://ORG/NAME@REVISION... without @REVISION."""
     return str(dataclasses.replace(parse_hub_set(source), revision=""))
 
 

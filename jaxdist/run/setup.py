@@ -160,7 +160,7 @@ class Parts:
 
     @property
     def compiled(self) -> dict[str, Any]:
-        """Return the remat policy chosen by cost, with the mesh and kind of device it is for."""
+        """Return mesh and kind of device as text, and the remat policy chosen by cost (or None)."""
         device = self.devices[0].device_kind
         return {"mesh": str(self.spec), "device": device, "policy": self.remat}
 

@@ -274,7 +274,7 @@ _EQUAL_PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal in all processes, with a digest of our code."""
+    """Return name -> version of Python, packages and our code, equal in all processes."""
     own = {"python": machine.python_version(), "jaxdist's code": code_digest()}
     return {**own, **installed_versions(_EQUAL_PACKAGES)}
 

@@ -314,7 +314,7 @@ def make_update(
 def move_copies(
     copies: Mapping[str, Params], params: Params, decays: Mapping[str, float]
 ) -> dict[str, Params]:
-    """Return each group as `decay` × copy + (1 − `decay`) × params, float32 [...]; 1: unchanged."""
+    """Return each group as `decay` × copy + (1 − `decay`) × params, float32 [...]."""
 
     def moved(copy: Params, decay: float) -> Params:
         move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)

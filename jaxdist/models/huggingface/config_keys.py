@@ -252,7 +252,7 @@ def key_problems(hf: Any, family: str) -> list[str]:
 
 
 def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions; for Gemma 3, of the layers without a window."""
+    """Return `rope_theta`, `rope_type` and more; for Gemma 3, of the layers without a window."""
     parameters = hf.get("rope_parameters") or {}
     rope = {**(hf.get("rope_scaling") or {}), **(parameters.get("full_attention") or parameters)}
     rope.setdefault("rope_theta", hf["rope_theta"])
@@ -261,7 +261,7 @@ def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions of Gemma 3's layers with a window."""
+    """Return `rope_theta` and other rotary settings of Gemma 3's layers with a window."""
     parameters = hf.get("rope_parameters") or {}
     rope = dict(parameters.get("sliding_attention") or {})
     rope.setdefault("rope_theta", hf["rope_local_base_freq"])

@@ -158,7 +158,7 @@ class AdaptedModule(NamedTuple):
         return {self.tensor_name(kind): shape for kind, shape in shapes.items()}
 
     def tensor_name(self, kind: str) -> str:
-        """Return PEFT's name of our array `kind`."""
+        """Return PEFT's tensor name of the adapter's array `kind`: "a", "b" or "scale"."""
         return f"{_PREFIX}{self.name}.{_KINDS[kind]}"
 
     @property

@@ -58,7 +58,7 @@ def like(state: int, *sources: int) -> int:
 
 
 def name_of(state: int) -> str:
-    """Return the state as text."""
+    """Return the state as text, e.g. "equal" or "split along dim 0"."""
     if is_split(state):
         return f"split along dim {' and '.join(map(str, dims_of(state)))}"
     names = ("zeros", "a constant", "equal", "partial", "varying", "varying", "varying")

@@ -397,7 +397,7 @@ class Job:
 
     @functools.cached_property
     def layers(self) -> tuple[Weight, ...]:
-        """The stacked weights."""
+        """The weights of the stacked layers."""
         return tuple(w for w in self.weights if w.is_stacked)
 
     @functools.cached_property

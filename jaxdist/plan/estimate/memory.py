@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     @functools.cached_property
     def state_bytes(self) -> float:
-        """Bytes of the arguments of the step."""
+        """Bytes of all persistent arrays, `state`, which are arguments of the step."""
         return sum(self.state.values())
 
     @functools.cached_property

@@ -309,7 +309,7 @@ class Rendezvous:
             return None
 
     def write_round(self, new: Round) -> None:
-        """Replace the round; only the leader may."""
+        """Replace the round that all hosts read; only the leader may call it."""
         record = dataclasses.asdict(new)
         members = {"id": new.id, "members": record.pop("members")}
         if self._round is None or self._round.id != new.id:
