@@ -74,7 +74,7 @@ class CheckpointConfig:
 
     @property
     def in_background(self) -> bool:
-        """Return whether training continues during a write: not with a save after each step."""
+        """Return whether training continues during a write: `async_save`, but not at interval 1."""
         # With an interval of one step, no extra save halfway is possible.
         return self.async_save and self.save_interval_steps != 1
 

@@ -191,6 +191,6 @@ def divisors_of(number: int) -> list[int]:
 
 
 def allowed_sizes(size: int) -> str:
-    """Format the divisors of a dim: `1, 2, 4 or 8`."""
+    """Format the divisors of a dim, at most 8 up to 512: `1, 2, 4 or 8`."""
     sizes = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
     return f"{', '.join(sizes[:7])} … {sizes[-1]}" if len(sizes) > 8 else join_choices(sizes)

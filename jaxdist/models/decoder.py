@@ -221,7 +221,7 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     """Return forward and backward FLOPs per token: 6 per matrix weight, plus attention.
 
     "causal" counts S²/2 of attention (causal mask), "full" S² (Chowdhery et al. 2022, "PaLM",
-    appendix B). The head is included, tied or not, without vocabulary padding.
+    appendix B). A head of logits is included, tied or not, without vocabulary padding.
     """
     used = lambda w: w.size * (config.active_experts if "experts" in w.dims else 1.0)
     in_layers = lambda w: w.is_stacked or w.name.startswith("first_layers")

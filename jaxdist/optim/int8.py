@@ -133,7 +133,7 @@ def dequantize(
 
 
 def is_eligible(shape: tuple[int, ...], is_stacked: bool) -> bool:
-    """Return whether a parameter's moments are stored in 8 bits: `MIN_SIZE` values per layer."""
+    """Return whether moments are stored in 8 bits: those of `MIN_SIZE` or more values per layer."""
     return math.prod(shape[is_stacked:]) >= MIN_SIZE
 
 

@@ -131,7 +131,7 @@ class _CheckInServer:
         return len(self.joined) == self._plan.num_processes - 1
 
     def serve(self, wait_s: float) -> None:
-        """Handle all connections that are ready within `wait_s` seconds."""
+        """Wait up to `wait_s` seconds; serve the connections that are ready, reject silent ones."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._server:
                 self._accept()

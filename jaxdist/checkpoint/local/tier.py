@@ -116,7 +116,7 @@ class LocalTier:
         self._store.clean(self._lineage)
 
     def begin(self) -> None:
-        """Record, once, the step this start resumed from; before that, `save` does nothing."""
+        """Record, once, the step this start resumed from; if this fails, `save` tries it again."""
         if self._has_begun:
             return
         self.wait()

@@ -236,7 +236,7 @@ def make_evaluate(
             return _accumulate(microbatch, batch, num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array | None = None) -> Sums:
-        """Return loss and metrics (`Sums`) of this device's batch [rows, ...]."""
+        """Return the sums that `make_evaluate` describes, from this device's batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         used = dataclasses.replace(context, dropout_key=key)
         sums = evaluate(params, batch, used)

@@ -185,7 +185,7 @@ def _make_begin(
     """
 
     def begin(state: TrainState, batch: Batch, limit: Array) -> Any:
-        """Return the results for a batch [global_batch_size, ...]; `limit` float32 []."""
+        """Return these four for a batch [global_batch_size, ...]; `limit` is float32 []."""
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
         sums, grads, norm = gradients(state.params, batch, key, scale)

@@ -53,7 +53,7 @@ def delete(key: str) -> None:
 
 
 def publish(topic: str, value: Any) -> None:
-    """Replace this process's latest value for `topic`; never blocks."""
+    """Replace this process's latest value for `topic`; never blocks, ignores errors."""
     if is_joined():
         with contextlib.suppress(Exception):
             put(f"{topic}/{process_id_and_count()[0]}", value, overwrite=True)

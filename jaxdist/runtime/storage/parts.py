@@ -79,7 +79,7 @@ def mirror(file: Path, location: Location) -> Mirror:
 
 
 class _Uploaded(abc.ABC):
-    """A file that the thread uploads; methods raise `OSError` if an upload failed."""
+    """A file that a background thread uploads; methods raise `OSError` if an upload failed."""
 
     _location: Location
     _failure: OSError | None = None  # of the last upload
