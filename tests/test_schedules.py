@@ -272,9 +272,8 @@ def test_tables_use_the_spare_slot_if_nothing_arrives():
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (5, 3)])
-def test_costs_of_many_microbatches_follow_from_four_groups(stages, virtual):
-    """The plan does not simulate all microbatches."""
-    for count in range(1, 8 * stages + 1):
+def test_closed_form_costs_equal_the_simulation(stages, virtual):
+    for count in range(1, 4 * stages + 2):
         schedule = make_schedule("1f1b", stages, count, virtual)
         stored, simulated = stages_of(stages, count, virtual), simulate(schedule)
         assert stored.report.bubble == pytest.approx(simulated.bubble, abs=1e-12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,10 +20,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.parallel.pipeline.schedule import Kind, kinds_of
-from jaxdist.core.parallel.pipeline.schedules import make_schedule
-from jaxdist.core.parallel.pipeline.simulation import Report, simulate
+from jaxdist.core.parallel.pipeline.schedule import Kind
+from jaxdist.core.parallel.pipeline.simulation import Report
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, request_of
@@ -78,32 +75,35 @@ class Stages:
 def stages_of(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> Stages:
     """Return the cost of the schedule that training would use.
 
-    After three groups of `num_stages` microbatches, each further group only adds the same ticks,
-    so at most four groups are simulated.
+    The cost of `one_forward_one_backward` in closed form, for two stages or more; a search of
+    meshes has no time to simulate it.
     """
-    groups = max(0, num_microbatches // num_stages - 3)
-    schedule = make_schedule(
-        "1f1b", num_stages, num_microbatches - groups * num_stages, num_virtual_stages
+    p, m, v = num_stages, num_microbatches, num_virtual_stages
+    group, position = divmod(m - 1, p)
+    ticks = (group * v + v) * p + position  # of each kind: the last forward is in the last one
+    stash = tuple((v - 1) * min(m, p) + min(m, 2 * (p - stage) - 1) for stage in range(p))
+    report = Report(
+        num_ticks=2 * ticks,
+        duration=3.0 * ticks,  # a backward costs two forwards
+        bubble=1.0 - m * v / ticks,
+        peak_stash=stash,
+        activation_slots=1,
+        cotangent_slots=1,
+        residual_slots=(v - 1) * min(m, p) + min(m + 1, 2 * p - 1),
+        messages=2 * m * (p * v - 1),
+        forward_permutes=ticks,
+        backward_permutes=ticks,
     )
-    ticks = Counter(kind for tick in schedule.ticks for kind in kinds_of(tick))
-    report = simulate(schedule)
-    added = groups * num_stages * num_virtual_stages  # ticks, and permutes, of each kind
-    duration = report.duration + 3 * added  # a backward costs two forwards
-    last = num_stages * num_virtual_stages - 1
     return Stages(
-        num_microbatches=num_microbatches,
-        report=dataclasses.replace(
-            report,
-            num_ticks=report.num_ticks + 2 * added,
-            duration=duration,
-            bubble=1.0 - 3 * num_microbatches * num_virtual_stages / duration,
-            messages=report.messages + 2 * groups * num_stages * last,
-            forward_permutes=report.forward_permutes + added,
-            backward_permutes=report.backward_permutes + added,
-        ),
-        ticks={kind: number + added for kind, number in ticks.items()},
-        num_loops=len(plan_loops(schedule)),
+        num_microbatches=m,
+        report=report,
+        ticks={"forward": ticks, "backward": ticks},
+        num_loops=2 if m == 1 else 3,
     )
+
+
+_WITHOUT_TRAIN = ("copies", "layers", "layout", "outer", "trained", "_gathered_dims", "_placed")
+"""Cached attributes of `Job` that no setting of the section `train` but `seq_len` changes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,10 @@ class Job:
 
     def changed(self, section: str, **changes: Any) -> Job:
         """Return the job with changed settings in one section."""
-        return dataclasses.replace(self, config=with_section(self.config, section, **changes))
+        job = dataclasses.replace(self, config=with_section(self.config, section, **changes))
+        if section == "train" and "seq_len" not in changes:
+            vars(job).update({n: vars(self)[n] for n in _WITHOUT_TRAIN if n in vars(self)})
+        return job
 
     def with_microbatches(self, count: int) -> Job:
         """Return the job with another number of microbatches, which shares all other decisions."""

@@ -30,6 +30,9 @@ POLICIES = (
 )
 """Candidates for "auto", from most to least saved in GPU memory, nearly."""
 
+NESTED_POLICIES = tuple(policy for policy in POLICIES if not policy.startswith("offload:"))
+"""Each keeps at least as many bytes on the GPU as the next."""
+
 WRONG_OFFLOAD = ("0.10.2", "0.11.0")
 """Versions of jax whose XLA:GPU reads offloaded activations in the wrong order: openxla/xla#46231,
 and the programs in `scripts/bench/results/offload.md`."""

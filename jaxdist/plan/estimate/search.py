@@ -24,11 +24,11 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.types import Model, rows_per_example
+from jaxdist.core.types import Model, offloaded_names, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
-from jaxdist.plan.estimate.remat import policies_of
+from jaxdist.plan.estimate.remat import NESTED_POLICIES, policies_of
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.runtime.formatting.numbers import in_bytes, percent, relative_speed
 from jaxdist.settings import ConfigError
@@ -219,8 +219,8 @@ _COMPLEXITY_COST = 0.05
 
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
-    # The search chooses microbatches and exchange: only check that a legal choice exists.
-    config = with_section(config, "train", num_microbatches=0)
+    # The search chooses microbatches, remat and exchange: only check that a legal choice exists.
+    config = with_section(config, "train", num_microbatches=0, remat="full")
     return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
 
 
@@ -234,7 +234,12 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
     best: Candidate | None = None
     smallest: tuple[Job, MemoryEstimate] | None = None
     number = 0
+    too_large: set[tuple[Any, Any]] = set()
     for number, variant in enumerate(_variants(job), 1):  # noqa: B007
+        is_nested = variant.config.train.remat in NESTED_POLICIES
+        key = variant.config.mesh, variant.config.pipeline
+        if is_nested and key in too_large:  # a policy that keeps less does not fit either
+            continue
         examples = variant.rows // rows_per_example(variant.model.objective)
         counts = [n for n in range(1, examples + 1) if examples % n == 0]
         if variant.spec[PIPELINE] > 1:
@@ -248,7 +253,10 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
         least = _least_memory(variant, counts, limit)
         if least[1].total_bytes <= limit:
             best = min(filter(None, (best, Candidate.of(*least))), key=_rank)
-        elif smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
+            continue
+        if is_nested:
+            too_large.add(key)
+        if smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
             smallest = least
     return best or (Candidate.of(*smallest) if smallest else None), number
 
@@ -278,11 +286,10 @@ def _variants(job: Job) -> Iterator[Job]:
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
         pipelines = [on_mesh.changed("pipeline", **changes) for changes in _pipelines(job)]
+        legal = [one for one in pipelines if not _mesh_problems(one.config, one.spec, one.model)]
         for remat in _remats(job):
-            for one in pipelines:
-                changed = one.changed("train", remat=remat)
-                if not _mesh_problems(changed.config, job.spec, job.model):
-                    yield changed
+            for one in legal:
+                yield one.changed("train", remat=remat)
 
 
 def exchanges(job: Job) -> list[str]:
@@ -317,8 +324,10 @@ def _zeros(current: int, spec: MeshSpec) -> list[int]:
 
 
 def _remats(job: Job) -> list[str]:
-    current, policies = job.config.train.remat, policies_of(job)
-    return policies if current in (*policies, "auto") else [current, *policies]
+    """Return the policies to compare, from least to most memory."""
+    current, policies = job.config.train.remat, policies_of(job)[::-1]
+    cannot_offload = job.spec[PIPELINE] > 1 and offloaded_names(current)
+    return policies if cannot_offload or current in (*policies, "auto") else [current, *policies]
 
 
 _MOST_VIRTUAL_STAGES = 10
