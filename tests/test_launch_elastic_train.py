@@ -18,7 +18,7 @@ import pytest
 from commands import ROOT, run
 from launched_job import workers_of
 
-STEPS = 400
+STEPS = 160
 TRAIN = [
     *("--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
     *("--model.num_kv_heads=2", "--train.seq_len=32", "--train.global_batch_size=4"),
@@ -26,7 +26,7 @@ TRAIN = [
     *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
     "--monitoring.tracker=",
     # A small rate: training does not amplify the rounding that differs between meshes, so that
-    # 2e-5 holds for all steps and not for 20.
+    # 2e-5 holds for all steps and not only for 20.
     "--optim.peak_lr=1e-5",
 ]
 HOST = ["--simulate=2", "--mesh=dp=2,cp=2", "--mesh.context_attention=ring"]
