@@ -137,6 +137,27 @@ VARIANTS = {
     "olmoe": DecoderConfig(
         **SIZES, qk_norm="all", num_experts=4, experts_per_token=3, router={"norm_topk": False}
     ),
+    "gpt_oss": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        head_dim=16,
+        bias=["qkv", "out", "mlp", "router"],
+        activation="clamped_swiglu",
+        attention_sinks=True,
+        sliding_window=5,
+        full_attention_every=2,
+        rope_theta=150000.0,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        num_experts=4,
+        experts_per_token=2,
+    ),
     "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
 }
 """Models of these families that are seldom met."""

@@ -282,7 +282,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 
 NUM_SETTINGS = {
     "": 10,
-    "model": 41,  # seven of experts; num_labels: a score head
+    "model": 42,  # seven of experts; num_labels: a score head; attention_sinks: of gpt-oss
     "lora": 8,
     "mesh": 4,
     "pipeline": 3,  # layers_per_stage: stages of unequal depth

@@ -50,6 +50,8 @@ MASKS = {
 }
 CAPS = {"window": 0.7}
 """Mask -> the bound of its scores; the others have none."""
+SINKS = ("window", "everything", "layer 0 of two", "newest 9")
+"""Masks whose heads have attention sinks."""
 HEADS = {"grouped": (8, 4), "odd": (3, 1)}
 
 
@@ -68,9 +70,9 @@ def rows(heads: int, kv_heads: int):
     return *arrays, 1 + np.cumsum(ends, axis=1, dtype=np.int32)
 
 
-def pulled(attend, *inputs):
+def pulled(attend, *inputs, sink=None):
     query, key, value, cotangent, segments = inputs
-    out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
+    out, back = jax.vjp(lambda *x: attend(*x[:3], segments, x[3]), query, key, value, sink)
     return out, back(cotangent)
 
 
@@ -79,22 +81,32 @@ def inputs_of(heads: str, is_packed: bool):
     return *arrays, segments if is_packed else None
 
 
-def value_and_grads(attend, heads: str, is_packed: bool):
-    return jax.device_get(jax.jit(functools.partial(pulled, attend))(*inputs_of(heads, is_packed)))
+def sink_of(mask: str, heads: str):
+    count = HEADS[heads][0]
+    return np.linspace(-1, 2, count, dtype=np.float32) if mask in SINKS else None
+
+
+def value_and_grads(attend, mask: str, heads: str, is_packed: bool):
+    pull = jax.jit(functools.partial(pulled, attend))
+    return jax.device_get(pull(*inputs_of(heads, is_packed), sink=sink_of(mask, heads)))
 
 
 @functools.cache
 def dense(mask: str, heads: str, is_packed: bool):
-    def attend(query, key, value, segments):
+    def attend(query, key, value, segments, sink):
         each = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH)
         scores = CAPS[mask] * jnp.tanh(scores / CAPS[mask]) if mask in CAPS else scores
         rule = dataclasses.replace(MASKS[mask], segments=segments)
         scores = jnp.where(visible(rule, LENGTH, LENGTH), scores, -jnp.inf)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+        probs = jax.nn.softmax(scores)
+        if sink is not None:
+            lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+            probs = probs * jax.nn.sigmoid(lse - sink[:, None, None])
+        return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
 
-    return value_and_grads(attend, heads, is_packed)
+    return value_and_grads(attend, mask, heads, is_packed)
 
 
 def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
@@ -104,16 +116,19 @@ def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: i
         [axis.position_ids_of(i, LENGTH // shards, shards) for i in range(shards)]
     )
 
-    def attend_packed(query, key, value, segments):
+    def attend_packed(query, key, value, segments, sink):
         layer = jnp.asarray(MASKS[mask].layer)
         seen = dataclasses.replace(MASKS[mask], segments=segments, layer=layer)
-        return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0))
+        return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0), sink=sink)
 
     over = P(None, "context")
-    local = in_order(functools.partial(pulled, attend_packed))
-    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over))
+    pull = in_order(lambda inputs, sink: pulled(attend_packed, *inputs, sink=sink))
+    specs = dict(in_specs=(over, P()), out_specs=(over, (over, over, over, P())))
     placed = jax.tree.map(lambda x: x[:, order], inputs_of(heads, is_packed))
-    return jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], step(*placed))
+    step = jax.jit(jax.shard_map(pull, mesh=mesh, **specs))
+    out, (*grads, of_sink) = step(placed, sink_of(mask, heads))
+    in_rows = lambda x: np.asarray(x)[:, np.argsort(order)]
+    return in_rows(out), (*map(in_rows, grads), of_sink)
 
 
 def test_dropout_over_shared_rows_is_refused_with_the_fix():
@@ -179,12 +194,13 @@ def test_block_by_block_is_dense(mask, heads, is_packed, block):
     """Blocks of 31 do not divide 48 positions, so that rows are padded."""
     settings = MASKS[mask]
 
-    def attend(query, key, value, segments):
+    def attend(query, key, value, segments, sink):
         span = blockwise.Span(jnp.arange(LENGTH)[None], segments)
         rule = blockwise.Rule(settings.causal, settings.sliding_window, block, CAPS.get(mask, 0.0))
-        return blockwise.attend(query, key, value, span, span, rule)
+        return blockwise.attend(query, key, value, span, span, rule, sink)
 
-    assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
+    actual = value_and_grads(attend, mask, heads, is_packed)
+    assert apart(actual, dense(mask, heads, is_packed)) <= CLOSE
 
 
 @pytest.mark.parametrize(
@@ -199,8 +215,9 @@ def test_tile_by_tile_is_dense(mask, heads, is_packed, tile, monkeypatch):
     """Tiles of 7 and 31 do not divide 48 positions; a window of 9 skips tiles of 7."""
     monkeypatch.setattr(tiled, "TILE", tile)
     rule = blockwise.Rule(MASKS[mask].causal, MASKS[mask].sliding_window, 0, CAPS.get(mask, 0.0))
-    attend = lambda *x: tiled.attend(*x, rule)
-    assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
+    attend = lambda *x: tiled.attend(*x[:4], rule, x[4])
+    actual = value_and_grads(attend, mask, heads, is_packed)
+    assert apart(actual, dense(mask, heads, is_packed)) <= CLOSE
 
 
 def test_block_by_block_is_exact_in_float64():

@@ -273,7 +273,7 @@ def test_ring_comparison_uses_shapes_of_a_group(monkeypatch, obstacle):
 
     def admit(exchange, dtype=jnp.bfloat16, packed=False, windows=(0,), **change):
         call = SimpleNamespace(
-            kernel="auto", sliding_window=0, windows=windows, softcap=0.0, dropout=0.0
+            kernel="auto", sliding_window=0, windows=windows, softcap=0.0, dropout=0.0, sinks=False
         )
         model = SimpleNamespace(dims=dims, attention_call=call)
         plan = plan_for(dtype, packed=packed, exchange=exchange, **change)

@@ -396,13 +396,14 @@ def test_attention_call_matches_the_blocks():
     """`Model.attention_call` equals the calls of the blocks."""
     config = DecoderConfig(
         sliding_window=5, full_attention_every=2, attention="xla", attention_dropout=0.25,
-        attention_softcap=50.0,
+        attention_softcap=50.0, attention_sinks=True,
     )  # fmt: skip
     for model_config in (config, DecoderConfig()):
         model = build(model_config, seq_len=16)
         decoder = decoder_of(model, 16)
         assert decoder is not None and model.attention_call == decoder.call
-    assert set(vars(build(config, seq_len=16).attention_call).values()) == {5, 2, "xla", 0.25, 50.0}
+    values = set(vars(build(config, seq_len=16).attention_call).values())
+    assert values == {5, 2, "xla", 0.25, 50.0, True}
 
 
 def test_estimating_starts_no_device():

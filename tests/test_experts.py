@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import records, run_here, tiny
-from decoders import logits_of
+from decoders import VARIANTS, logits_of, random_tokens
 from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
 from test_estimate_traffic import moved
@@ -40,11 +40,11 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.expert import make_experts
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import Context, Routing
 from jaxdist.hardware import GPUS, Cluster
-from jaxdist.models import DecoderConfig, layers
+from jaxdist.models import DecoderConfig, build, layers
 from jaxdist.models.experts import Experts
 from jaxdist.models.weights import num_params
 from jaxdist.optim import OptimConfig, make_optimizer
@@ -90,6 +90,10 @@ CASES = [
     Case("experts", "fsdp=2,ep=2,tp=2", microbatches=2),
     Case("experts_batch", "fsdp=2,ep=2,cp=2", microbatches=2, remat="dots"),
     Case("experts_batch", "pp=2,ep=2,tp=2"),
+    Case("experts_sinks", "ep=2,cp=2,tp=2", microbatches=2),
+    Case("experts_sinks", "fsdp=4,ep=2", zero=1, remat="full"),
+    Case("experts_sinks", "dp=2,ep=2,tp=2", sequence=False),
+    Case("experts_sinks", "pp=2,ep=2,cp=2"),
     Case("experts", "1"),
     Case("experts_mixed", "fsdp=2,ep=2,tp=2", microbatches=2, remat="full"),
     Case("experts", "fsdp=4,ep=2"),
@@ -117,8 +121,8 @@ CASES = [
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES[2:4],
-        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[:2] + CASES[4:]),
+        *CASES[2:5],
+        *(pytest.param(case, marks=pytest.mark.product) for case in CASES[:2] + CASES[5:]),
     ],
     ids=str,
 )
@@ -370,6 +374,29 @@ def test_generation_of_sharded_experts_equals_one_device(name):
     assert [column[2] for column in texts[0]] == logits[0, 11:].argmax(-1).tolist()
 
 
+def test_greedy_text_with_sinks_and_windows_equals_transformers(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("transformers", reason="needs the reference extra")
+    from test_convert_hf import tree_of
+    from test_model_families import reference_of
+
+    reference = reference_of("gpt_oss", VARIANTS["gpt_oss"])
+    reference.save_pretrained(tmp_path)
+    model, spec = build(VARIANTS["gpt_oss"], seq_len=16), MeshSpec.parse("fsdp=2,ep=2,tp=2")
+    layout = Layout(mesh=spec.build(jax.devices()), rules=model.rules)
+    placed = jax.device_put(tree_of(tmp_path), layout.shardings(layout.param_specs(model.axes)))
+    prompts = [random_tokens(1, n, seed=n)[0] for n in (9, 12)]  # longer than the window of 5
+    decoder = Decoder(model, placed, layout, plan_of(model, layout), TextSettings(temperature=0.0))
+    texts = list(zip(*decoder.tokens(prompts, max_new_tokens=6), strict=True))
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.from_numpy(prompt[None]).long()
+        expected = reference.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False
+        )
+        assert list(text) == expected[0, len(prompt) :].tolist()
+    assert len(set(texts[0] + texts[1])) > 4
+
+
 @pytest.mark.slow
 def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
     flags = [
@@ -395,7 +422,8 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
             ["ep=4", "model.num_experts=6", "1, 2, 3 or 6"],
         ),
         (["--model.num-experts=2", "--model.experts-per-token=3"], ["=3", "num_experts=2"]),
-        (["--model.num-experts=4", "--model.bias=mlp"], ["'mlp'", "model.bias"]),
+        (["--model.bias=router"], ["'router'", "model.num_experts"]),
+        (["--model.attention-sinks=true", "--model.attention=cudnn"], ["cudnn", "sinks"]),
         (["--model.num-experts=8", "--model.dense-layers=0"], ["dense_mlp_dim=0", "both"]),
         (
             ["--model.num-experts=8", "--model.dense-layers=2,8,2", "--model.dense-mlp-dim=64"],

@@ -22,14 +22,14 @@ pytest.importorskip("transformers", reason="needs the reference extra")
 SEQ, ROWS, RATE, STEPS = 16, 8, 1e-2, 5
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "dots1"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", "gpt_oss"])
 def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     """The bias of dots.llm1 is constant here: PyTorch has no rule for it."""
     from test_convert_hf import tree_of
     from test_model_families import reference_of
 
     config = VARIANTS[name]
-    reference = reference_of(name, config)
+    reference = reference_of(name, config, scale=1.0)
     reference.save_pretrained(tmp_path / "first")
     router = {**config.router, "balance_loss": 0.0, "bias_rate": 0.0}
     model = build(dataclasses.replace(config, router=router), seq_len=SEQ)
@@ -50,8 +50,9 @@ def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     kept = dict(loss_scale={}, offload=False, copies=())
     state = jax.device_put(state, state_shardings(model, rule, layout, **kept))
 
-    decays = [p for p in reference.parameters() if p.ndim > 1]
-    others = [p for p in reference.parameters() if p.ndim < 2]
+    is_matrix = lambda name, p: p.ndim > 1 and not name.endswith("bias")
+    decays = [p for name, p in reference.named_parameters() if is_matrix(name, p)]
+    others = [p for name, p in reference.named_parameters() if not is_matrix(name, p)]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=1e-4)
     losses, expected = [], []

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from commands import Fork, free_port
 from decoders import FAMILIES, VARIANTS
-from hf_models import write_model
+from hf_models import rewrite_tensors, write_model
 from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
-from jaxdist.models import DecoderConfig, build
+from jaxdist.models import DecoderConfig, build, layers
 from jaxdist.models.huggingface import directory, loading, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.models.huggingface.families import (
@@ -24,6 +24,7 @@ from jaxdist.models.huggingface.families import (
 )
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.huggingface.tensors import pieces
+from jaxdist.models.weights import num_params
 from jaxdist.settings import ConfigError
 
 SEQ = 16
@@ -50,6 +51,41 @@ def random_block(rng, shape) -> tuple[slice, ...]:
         slice(0, size) if all_of_it else slice(int(a), int(b))
         for (a, b), size, all_of_it in zip(ends, shape, is_full, strict=True)
     )
+
+
+def test_mxfp4_equals_transformers_and_loads_onto_a_mesh(tmp_path):
+    """The reference gets the codes as the published files have them: [experts, outputs, ...]."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("transformers", reason="needs the reference extra")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = dataclasses.replace(VARIANTS["gpt_oss"], d_model=64, mlp_dim=96)
+    write_model(tmp_path, config)
+    rng, expected = np.random.default_rng(0), {}
+
+    def pack(tensors):
+        for name in [n for n in tensors if n.endswith("_proj") and "experts" in n]:
+            count, inputs, outputs = tensors.pop(name).shape
+            blocks = rng.integers(0, 256, (count, outputs, inputs // 32, 16), np.uint8)
+            scales = rng.integers(110, 140, blocks.shape[:-1], np.uint8)
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+            torched = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+            expected[name] = torched.float().numpy()
+
+    rewrite_tensors(tmp_path, pack)
+    tensors = open_weights(tmp_path).tensors
+    assert expected.keys() <= tensors.keys() and len(expected) == 4
+    for name, values in expected.items():
+        for _ in range(20):
+            index = random_block(rng, values.shape)
+            np.testing.assert_array_equal(tensors[name].read(index), values[index], strict=False)
+    target = target_of(config, "fsdp=2,ep=2,tp=2")
+    mlp = jax.device_get(load_params(tmp_path, target)["layers"]["mlp"])
+    for layer in range(config.num_layers):
+        of = lambda part, i=layer: expected[f"model.layers.{i}.mlp.experts.{part}_proj"]
+        gates = np.stack([of("gate_up")[..., ::2], of("gate_up")[..., 1::2]], 2)
+        np.testing.assert_array_equal(mlp["up"][layer], gates)
+        np.testing.assert_array_equal(mlp["down"][layer], of("down"))
 
 
 SHAPES = [(), (7,), (3000,), (40, 60), (5, 3, 700), (2, 3, 4, 5), (3, 2000, 2), (0, 4)]
@@ -359,7 +395,14 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "dropout": (LLAMA, {"attention_dropout": "some"}, 'attention_dropout="some"'),
         "a list": ([1, 2], None, "is not an object but list"),
         "no family": ({"model_type": ["llama"]}, {}, "model_type=['llama']"),
-        "gpt-oss": ({"model_type": "gpt_oss"}, {}, "attention sinks, biases of experts"),
+        "a window in every third": (
+            write_config(VARIANTS["gpt_oss"], "float32"),
+            {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        "another limit": (
+            write_config(VARIANTS["gpt_oss"], "float32"), {"swiglu_limit": 5.0}, "swiglu_limit=5"),
+        "another format": (
+            write_config(VARIANTS["gpt_oss"], "float32"),
+            {"quantization_config": {"quant_method": "fp8"}}, 'quant_method="fp8"'),
         "DeepSeek-V3": ({"model_type": "deepseek_v3"}, {}, "latent attention"),
         "layers of Qwen": (
             write_config(VARIANTS["qwen3_moe"], "float32"), {"decoder_sparse_step": 9},
@@ -403,6 +446,41 @@ PHI3 = {
 def test_published_phi3_config_is_read():
     config = read_config(PHI3)
     assert (config.d_model, config.sliding_window, config.head_width) == (3072, 2047, 96)
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+    "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+"""Keys of the published gpt-oss-20b."""
+
+
+def test_published_gpt_oss_config_is_read():
+    config = read_config(GPT_OSS)
+    assert config.attention_sinks and config.windows == [128, 0] * 12
+    model = build(config, seq_len=4096)
+    assert num_params(model) / 1e9 == pytest.approx(20.91, abs=0.005)  # as its model card counts
+    less = {n: x for n, x in GPT_OSS.items() if n not in ("rope_scaling", "layer_types")}
+    assert layers.rope_stretch(config.rope_scaling, 64, 1.5e5)[1] == pytest.approx(1.3465736)
+    assert read_config(less) == config
 
 
 @pytest.mark.parametrize("name", ["olmo2", "gpt2"])

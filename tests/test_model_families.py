@@ -33,10 +33,11 @@ EXPERT_KEYS = {
     "qwen3_moe": "num_experts",
     "olmoe": "num_experts",
     "dots1": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
 }
 
 
-def reference_of(name, config):
+def reference_of(name, config, scale=10.0):
     name = name.removesuffix("_mixed")
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
     common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -68,7 +69,10 @@ def reference_of(name, config):
             }
         if config.sliding_window:
             common["sliding_window"] = config.sliding_window
-        if name.startswith("qwen3"):
+        if name == "gpt_oss":
+            scaling = {n: x for n, x in config.rope_scaling.items() if n != "type"}
+            common["rope_parameters"] |= {"rope_type": "yarn", **scaling}
+        if name.startswith(("qwen3", "gpt_oss")):
             common["head_dim"] = config.head_width
         if name.startswith("llama_"):
             common |= dict(attention_bias="out" in config.bias, mlp_bias="mlp" in config.bias)
@@ -115,6 +119,7 @@ def reference_of(name, config):
             "qwen3_moe": transformers.Qwen3MoeConfig,
             "olmoe": transformers.OlmoeConfig,
             "dots1": transformers.Dots1Config,
+            "gpt_oss": transformers.GptOssConfig,
             "gemma2": transformers.Gemma2Config,
             "gemma3": transformers.Gemma3TextConfig,
         }
@@ -124,6 +129,9 @@ def reference_of(name, config):
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for key, weight in model.named_parameters():
+            if key.endswith("sinks") or "gate_up_proj" in key:
+                weight.mul_(scale)  # by default so large that sinks and limits matter
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.5 * torch.randn_like(buffer) - 0.5)
@@ -307,6 +315,7 @@ def test_summed_loss_equals_torch(family):
             "beta_slow": 2.0,
             "attention_factor": 1.25,
         },
+        VARIANTS["gpt_oss"].rope_scaling | {"original_max_position_embeddings": 256},
         FAMILIES["llama3.1"].rope_scaling,
     ],
     ids=lambda scaling: f"{scaling['type']}{len(scaling)}",
@@ -342,6 +351,7 @@ def test_scaled_rope_equals_hugging_face_and_survives_a_round_trip(scaling):
         ({"type": "linear", "factor": 2.0, "beta_fast": 3.0}, "beta_fast"),
         ({**FAMILIES["llama3.1"].rope_scaling, "low_freq_factor": 4.0}, "low_freq_factor"),
         ({"type": "yarn", "factor": 0, "original_max_position_embeddings": 8}, "factor=0"),
+        (VARIANTS["gpt_oss"].rope_scaling | {"truncate": 1.0}, "truncate=1.0"),
     ],
 )
 def test_a_wrong_rope_scaling_is_refused(scaling, named):

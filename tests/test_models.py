@@ -195,6 +195,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
         ({"head_dim": 512}, "this is 512"),
         ({"dropout": 0.1}, "every mesh"),
         ({"softcap": 50.0}, "capped at 50"),
+        ({"sinks": True}, "no attention sinks"),
     ],
 )
 def test_unsupported_cudnn_falls_back_with_a_reason_or_is_refused_if_requested(change, reason):

@@ -104,6 +104,23 @@ CONFIGS["experts_mixed"] = dataclasses.replace(
 CONFIGS["experts_blocks"] = dataclasses.replace(
     CONFIGS["experts_batch"], num_layers=6, dense_layers=[0, 3], dense_mlp_dim=48
 )
+# gpt-oss: sinks, biases of experts and router, clamped activations, windows in every second layer.
+CONFIGS["experts_sinks"] = DecoderConfig(
+    **{**_SIZES, "mlp_dim": 32},
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    num_experts=8,
+    experts_per_token=3,
+    shared_expert_dim=16,
+    shared_expert_gate=True,
+    router={"balance_loss": 0.1, "z_loss": 0.01},
+    bias=["qkv", "out", "mlp", "router"],
+    activation="clamped_swiglu",
+    attention_sinks=True,
+    sliding_window=5,
+    full_attention_every=2,
+)
 # DeepSeek-V3's router.
 CONFIGS["experts_bias"] = dataclasses.replace(
     CONFIGS["experts"],
@@ -202,14 +219,14 @@ def initial_state(name: str) -> TrainState:
     return dataclasses.replace(jax.device_get(dataclasses.replace(state, key=None)), key=state.key)
 
 
-def every_expert(x: Any, routing: Any, up: Any, down: Any, activate: Any) -> Any:
+def every_expert(x: Any, routing: Any, up: Any, down: Any, activate: Any, *biases: Any) -> Any:
     """Run each token through every expert; return the sum of its shares [batch, seq, d_model]."""
     outputs = []
     for i in range(up.shape[0]):
-        hidden = jnp.einsum("bsd,dwf->bswf", x, up[i])
+        hidden = jnp.einsum("bsd,dwf->bswf", x, up[i]) + (biases[0][i] if biases else 0)
         hidden = activate(hidden.reshape(-1, *hidden.shape[2:])).reshape(*x.shape[:2], -1)
         share = jnp.sum(jnp.where(routing.experts == i, routing.shares, 0), -1)
-        outputs.append(share[..., None] * (hidden @ down[i]))
+        outputs.append(share[..., None] * (hidden @ down[i] + (biases[1][i] if biases else 0)))
     return sum(outputs)
 
 
@@ -226,7 +243,8 @@ def train_by_hand(
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
         total: Sums = {}
         for i in range(model.num_layers):
-            x, sums = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
+            own = dataclasses.replace(context, layer=i)
+            x, sums = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, own)
             total = add_sums(total, sums)
         return x, total
 

@@ -32,31 +32,48 @@ def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
     """Make `Context.experts` for devices that have all experts.
 
     Returns (x [batch, seq, d_model], routing, up [experts, d_model, ways, mlp], down [experts, mlp,
-    d_model], activate) -> [batch, seq, d_model], partial sums if `mlp` is split over devices.
+    d_model], activate) -> [batch, seq, d_model], partial sums if `mlp` is split over devices. Two
+    more arguments are biases of the products, [experts, ways, mlp] and [experts, d_model].
     """
 
-    def experts(x: Array, routing: Routing, up: Array, down: Array, activate: Activate) -> Array:
+    def experts(
+        x: Array, routing: Routing, up: Array, down: Array, activate: Activate, *biases: Array
+    ) -> Array:
         """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = flatten(x, routing)
         order = order_by_expert(chosen.reshape(-1))
         rows = inverse(order).reshape(chosen.shape)
         sizes = count(chosen, up.shape[0])
-        outputs = run_sorted(grouped_dot, take(tokens, order, rows), sizes, up, down, activate)
+        inputs = take(tokens, order, rows)
+        outputs = run_sorted(grouped_dot, inputs, sizes, activate, up, down, *biases)
         return combine(outputs, shares, order, rows).astype(x.dtype).reshape(x.shape)
 
     return experts
 
 
 def run_sorted(
-    grouped_dot: GroupedDot, rows: Array, sizes: Array, up: Array, down: Array, activate: Activate
+    grouped_dot: GroupedDot, rows: Array, sizes: Array, activate: Activate, *weights: Array
 ) -> Array:
     """Return the outputs [rows, d_model] of rows [rows, d_model] from their experts.
 
-    Rows are sorted by expert; `sizes`, int32 [experts], counts those of each.
+    Rows are sorted by expert; `sizes`, int32 [experts], counts those of each. `weights` are up,
+    down and optional biases, as in `make_experts`.
     """
-    num_experts, d_model, ways, mlp = up.shape
-    hidden = grouped_dot(rows, up.reshape(num_experts, d_model, ways * mlp), sizes)
-    return grouped_dot(activate(hidden.reshape(-1, ways, mlp)), down, sizes)
+    up, down, *biases = weights
+    num_experts, _, ways, mlp = up.shape
+    of_up, of_down = biases or (None, None)
+
+    def dot(x: Array, kernel: Array, bias: Array | None) -> Array:
+        """Return each row's product with its expert's kernel, [rows, out], plus the bias."""
+        out = grouped_dot(x, kernel.reshape(num_experts, x.shape[1], -1), sizes)
+        if bias is None:
+            return out
+        # A product with 1: its gradient adds up in a fixed order, that of a gather would scatter.
+        ones = jnp.ones((x.shape[0], 1), x.dtype)
+        return out + grouped_dot(ones, bias.reshape(num_experts, 1, -1).astype(x.dtype), sizes)
+
+    hidden = dot(rows, up, of_up).reshape(-1, ways, mlp)
+    return dot(activate(hidden), down, of_down)
 
 
 def flatten(x: Array, routing: Routing) -> tuple[Array, Array, Array]:

@@ -271,6 +271,7 @@ def request_of(
         packed=packed,
         dropout=call.dropout,
         softcap=call.softcap,
+        sinks=call.sinks,
         window=call.sliding_window,
     )
 

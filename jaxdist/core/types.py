@@ -161,6 +161,7 @@ class AttentionCall:
         sliding_window: number of newest keys that a query sees, including its own; 0 = all.
         full_every: every layer at this interval has no window; 0 = none.
         softcap: bound of the scores; 0 = none.
+        sinks: whether each head has a sink, a score in the softmax without a value.
     """
 
     sliding_window: int = 0
@@ -168,6 +169,7 @@ class AttentionCall:
     kernel: str = "auto"
     dropout: float = 0.0
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -272,14 +274,15 @@ class Context:
         dtype: compute dtype of matrix products and of activations between blocks.
         dot: (dims, x, w, out_dtype=None) -> product of x and w; see `types.dot`.
         attend: (query [batch, queries, heads, head_dim], key [batch, keys, kv_heads, head_dim],
-            value like key, AttentionMask, kernel="auto", dropout=None, softcap=0.0) -> [batch,
-            queries, heads, head_dim] of the query's dtype; heads are this device's. See
-            `attention.make_attend`.
+            value like key, AttentionMask, kernel="auto", dropout=None, softcap=0.0, sink=None or
+            [heads]) -> [batch, queries, heads, head_dim] of the query's dtype; heads are this
+            device's. See `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
-        experts: (x [batch, seq, d_model], `Routing` of these tokens, up, down, activate) -> this
-            device's partial sums [batch, seq, d_model]; see `experts.make_experts`.
+        experts: (x [batch, seq, d_model], `Routing` of these tokens, up, down, activate, biases
+            of both products if any) -> this device's partial sums [batch, seq, d_model]; see
+            `experts.make_experts`.
         sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
             rows), "seq" (the positions of a row), "seq_shard" (the positions of the residual
             stream) or "tensor" (the products of a layer). It is differentiable. The sum of 1 is

@@ -223,7 +223,9 @@ def _is_changed(config: LoraConfig, field: Any) -> bool:
 def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
     """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
     if model.num_experts:
-        return {**_MODULES, **_EXPERTS}
+        # PEFT stores other shapes for parameters of experts with biases (gpt-oss).
+        experts = {} if "mlp" in model.bias else _EXPERTS
+        return {n: _MODULES[n] for n in ("attention/qkv", "attention/out")} | experts
     if model.activation != "gelu":
         return _MODULES
     return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}

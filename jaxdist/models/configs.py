@@ -28,7 +28,7 @@ VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, so that a tensor axis of up to 64 divides
 them; padding entries get no probability."""
 
-ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
+ROPE_SCALING: Mapping[str, Mapping[str, float | bool | None]] = {
     "linear": {"factor": None},
     "llama3": {
         "factor": None,
@@ -42,6 +42,7 @@ ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
         "beta_fast": 32.0,
         "beta_slow": 1.0,
         "attention_factor": 0.0,
+        "truncate": True,
     },
 }
 """Type of `rope_scaling` -> its other keys and defaults (None = required), as in Hugging Face's
@@ -123,7 +124,7 @@ class _ImageDefaults(_ModelDefaults):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ExpertSettings, _ModelDefaults):
-    """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2."""
+    """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma, GPT-2 and gpt-oss."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
     vocab_size: int = setting(1024, "number of tokens in the vocabulary", ge=1, le=2**31)
@@ -165,18 +166,21 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "rope_scaling (Gemma 3: 10000); 0 = rope_theta in all layers",
         ge=0,
     )
-    activation: Literal["swiglu", "geglu", "gelu"] = setting(
-        "swiglu", "swiglu = gated SiLU, geglu = gated tanh GELU (Gemma), gelu = tanh GELU (GPT-2)"
+    activation: Literal["swiglu", "geglu", "gelu", "clamped_swiglu"] = setting(
+        "swiglu",
+        "swiglu = gated SiLU, geglu = gated tanh GELU (Gemma), gelu = tanh GELU (GPT-2), "
+        "clamped_swiglu = (up + 1) · gate · sigmoid(1.702 gate), with gate at most 7 and up from "
+        "-7 to 7 (gpt-oss)",
     )
     qk_norm: Literal["none", "head", "all"] = setting(
         "none",
         "RMSNorm of queries and keys: head = every head separately (Qwen 3), all = all heads of a "
         "token together (OLMo 2)",
     )
-    bias: list[Literal["qkv", "out", "mlp"]] = setting(
+    bias: list[Literal["qkv", "out", "mlp", "router"]] = setting(
         [],
         "products with a bias: qkv = query, key and value (Qwen 2, GPT-2), out = the attention "
-        "output, mlp = both of the MLP (GPT-2)",
+        "output, mlp = both of the MLP (GPT-2) or of each expert, router = the router (gpt-oss)",
     )
     tie_embeddings: bool = setting(False, "the output head uses the embedding table (tied weights)")
     num_labels: int = setting(
@@ -201,6 +205,11 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     )
     attention_softcap: float = setting(
         0.0, "soft cap of attention scores, a tanh; 0 = none (Gemma 2: 50)", ge=0
+    )
+    attention_sinks: bool = setting(
+        False,
+        "each head has a trained score in the softmax of attention, without a value, so that a "
+        "query may attend to nothing (gpt-oss)",
     )
     logit_softcap: float = setting(
         0.0, "soft cap of the output logits, a tanh; 0 = none (Gemma 2: 30)", ge=0
@@ -302,6 +311,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             kernel=self.attention,
             dropout=self.attention_dropout,
             softcap=self.attention_softcap,
+            sinks=self.attention_sinks,
         )
 
     rules: ClassVar[Mapping[str, str | None]] = {
@@ -394,6 +404,11 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
                 "model.attention='cudnn' cannot cap scores. Use attention='xla' or 'auto', or "
                 "attention_softcap=0."
             )
+        if self.attention_sinks and self.attention == "cudnn":
+            problems.append(
+                "model.attention='cudnn' has no attention sinks. Use attention='xla' or 'auto', "
+                "or attention_sinks=false."
+            )
         if self.full_attention_every and not self.sliding_window:
             problems.append(
                 f"model.full_attention_every={self.full_attention_every} without a window: all "
@@ -432,9 +447,13 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
                 if name not in allowed
             ),
             *(
-                f"has {name}={value!r}, which is not a number above 0"
+                f"has {name}={value!r}, which is not {'true or false' if switch else 'a number'}"
+                f"{'' if switch else ' above 0'}"
                 for name, value in numbers.items()
-                if type(value) not in (int, float) or value < 0 or (value == 0 and name in required)
+                if (switch := isinstance(allowed.get(name), bool)) != isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or value < 0
+                or (value == 0 and name in required)
             ),
         ]
         if not wrong and kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:

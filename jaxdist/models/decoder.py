@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one configurable block.
+"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma, GPT-2 and gpt-oss from one configurable block.
 
 Query, key and value use one fused weight, [d_model, kv_heads, heads/kv_heads + 2, head_dim]: the
 queries of a group, its key, its value. The tensor axis splits it by groups. Gate and up are fused
@@ -359,6 +359,8 @@ class Attention(nnx.Module):
             self.qkv_bias = layers.filled(0.0, (kv, group + 2, width), *names)
         if "out" in config.bias:
             self.out_bias = layers.filled(0.0, (d,), "d_model")
+        if config.attention_sinks:
+            self.sinks = layers.filled(0.0, (config.num_heads,), "heads")
         if config.qk_norm != "none":
             self.query_norm = _heads_norm(config, config.num_heads, "heads")
             self.key_norm = _heads_norm(config, kv, "kv_heads")
@@ -379,8 +381,14 @@ class Attention(nnx.Module):
             kernel=config.attention,
             dropout=dropout,
             softcap=config.attention_softcap,
+            **self._sink,
         )
         return self.project_out(mixed, context)
+
+    @property
+    def _sink(self) -> dict[str, Array]:
+        """Return the argument of `Context.attend` with the sinks [heads]; {} without."""
+        return {"sink": self.sinks[...]} if self.config.attention_sinks else {}
 
     def project(
         self, x: Array, aux: dict[str, Any], context: Context
@@ -417,7 +425,7 @@ class Attention(nnx.Module):
         dims = "batch seq heads head_dim, heads head_dim d_model -> batch seq d_model"
         out = context.dot(dims, mixed, self.out[...])
         if "out" in self.config.bias:
-            out = out + _once(self.out_bias[...].astype(mixed.dtype), context)
+            out = out + layers.once(self.out_bias[...].astype(mixed.dtype), context)
         return out
 
     def decode(
@@ -434,12 +442,12 @@ class Attention(nnx.Module):
         mask = mask_of_layer(self.config, context, query_positions=aux["positions"])
         keys = (cache[name].astype(query.dtype) for name in ("key", "value"))
         cap = self.config.attention_softcap
-        mixed = context.attend(query, *keys, mask, kernel="xla", softcap=cap)
+        mixed = context.attend(query, *keys, mask, kernel="xla", softcap=cap, **self._sink)
         return self.project_out(mixed, context), cache
 
 
 class Mlp(nnx.Module):
-    """SwiGLU, GeGLU (Shazeer 2020) or GELU MLP on this device's shard of the hidden width."""
+    """Gated (SwiGLU, GeGLU: Shazeer 2020) or GELU MLP on this device's shard of the width."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dim: str = "mlp"):
         d, hidden = config.d_model, config.mlp_dim
@@ -463,7 +471,7 @@ class Mlp(nnx.Module):
         dims = "batch seq mlp, mlp d_model -> batch seq d_model"
         out = context.dot(dims, hidden, self.down[...])
         if "mlp" in self.config.bias:
-            out = out + _once(self.down_bias[...].astype(x.dtype), context)
+            out = out + layers.once(self.down_bias[...].astype(x.dtype), context)
         return out
 
 
@@ -518,9 +526,3 @@ def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
     if config.qk_norm == "head":
         return _rms_norm(config, config.head_width, "head_dim")
     return layers.HeadsRMSNorm(count, config.head_width, config.norm_eps, dim)
-
-
-def _once(bias: Array, context: Context) -> Array:
-    """Return the bias [d_model] on tensor index 0, else zeros: the all-reduce adds it once."""
-    index = context.tensor_index()
-    return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))

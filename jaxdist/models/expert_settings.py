@@ -124,7 +124,9 @@ class ExpertSettings:
             return [
                 f"model.shared_expert_dim={self.shared_expert_dim} without model.num_experts. "
                 "Set it, or use model.mlp_dim."
-            ] * bool(self.shared_expert_dim)
+            ] * bool(self.shared_expert_dim) + [
+                "model.bias has 'router' without model.num_experts. Set it, or remove 'router'."
+            ] * ("router" in bias)
         problems = []
         if bool(dense) != bool(width):
             problems.append(
@@ -155,13 +157,7 @@ class ExpertSettings:
                 f"model.experts_per_token={self.experts_per_token} is larger than "
                 f"num_experts={self.num_experts}. Use {self.num_experts} or less."
             )
-        problems += self._router_problems()
-        if "mlp" in bias:
-            problems.append(
-                f"model.num_experts={self.num_experts} with 'mlp' in model.bias: experts have no "
-                "biases. Remove 'mlp' from model.bias."
-            )
-        return problems
+        return problems + self._router_problems()
 
     def _router_problems(self) -> list[str]:
         """Return error messages for the table `router`."""

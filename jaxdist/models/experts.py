@@ -74,6 +74,12 @@ class Experts(nnx.Module):
         names = ("experts", "d_model", None, "mlp")
         self.up = layers.weight(rngs, (count, d, ways, hidden), std, *names)
         self.down = layers.weight(rngs, (count, hidden, d), out_std, "experts", "mlp", "d_model")
+        if "router" in config.bias:
+            dims = Parameter((None,), keeps_dtype=True)
+            self.router_bias = nnx.Param(jnp.zeros(count, jnp.float32), dims=dims)
+        if "mlp" in config.bias:
+            self.up_bias = layers.filled(0.0, (count, ways, hidden), "experts", None, "mlp")
+            self.down_bias = layers.filled(0.0, (count, d), "experts", "d_model")
         self.config = config
 
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
@@ -89,6 +95,8 @@ class Experts(nnx.Module):
             self.router[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
+        if "router" in config.bias:
+            logits = logits + self.router_bias[...].astype(jnp.float32)
         is_softmax = config.routing.scores == "softmax"
         scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
         best, chosen = lax.top_k(
@@ -146,8 +154,11 @@ class Experts(nnx.Module):
 
         def run(x: Array, routing: Routing, up: Any, down: Any) -> Array:
             kernels = up.astype(x.dtype), down.astype(x.dtype)
-            return context.experts(x, routing, *kernels, self._activate)
+            return context.experts(x, routing, *kernels, self._activate, *biases)
 
+        biases: tuple[Array, ...] = ()
+        if "mlp" in self.config.bias:
+            biases = self.up_bias[...], layers.once(self.down_bias[...], context)
         weights: tuple[Any, Any] = (self.up[...], self.down[...])
         if any(isinstance(w, CompositeWeight) for w in weights):
             run = jax.checkpoint(run)  # backward saves only the stored arrays

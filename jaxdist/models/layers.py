@@ -239,7 +239,9 @@ def rope_stretch(
         low, high = values["low_freq_factor"], values["high_freq_factor"]
         return llama3_stretch(factor, low, high, original), 1.0
     dims = [_dim_of_turns(values[n], original, head_dim, theta) for n in ("beta_fast", "beta_slow")]
-    first, last = max(math.floor(dims[0]), 0), min(math.ceil(dims[1]), head_dim - 1)
+    if values["truncate"]:
+        dims = [math.floor(dims[0]), math.ceil(dims[1])]
+    first, last = max(dims[0], 0), min(dims[1], head_dim - 1)
     length = values["attention_factor"] or 0.1 * math.log(max(factor, 1.0)) + 1.0
     return yarn_stretch(factor, first, last), length
 
@@ -261,11 +263,11 @@ def llama3_stretch(
     return stretch
 
 
-def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
+def yarn_stretch(factor: float, first: float, last: float) -> Callable[[Array], Array]:
     """Make YaRN's function of frequencies [head_dim / 2]: divided by `factor` from index `last` on.
 
     Between the indices `first` and `last` there is a linear ramp. Source: Peng et al. 2023, "YaRN",
-    section 3.2 (NTK-by-parts), rounded outwards as in its code.
+    section 3.2 (NTK-by-parts); its code rounds both indices outwards.
     """
 
     def stretch(frequencies: Array) -> Array:
@@ -372,6 +374,15 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
+def once(bias: Array, context: Context) -> Array:
+    """Return the bias [..., d_model] on tensor index 0, else zeros: the all-reduce adds it once."""
+    index = context.tensor_index()
+    return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
+
+
+_LIMIT, _SLOPE = 7.0, 1.702  # of gpt-oss
+
+
 def activation(config: DecoderConfig, ways: list[Array]) -> Array:
     """Return the hidden activation of an MLP from its gate and, if gated, its linear part.
 
@@ -380,6 +391,9 @@ def activation(config: DecoderConfig, ways: list[Array]) -> Array:
     gate, *linear = ways
     if config.activation == "swiglu":
         return jax.nn.silu(gate) * linear[0]
+    if config.activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(linear[0], -_LIMIT, _LIMIT)
+        return gate * jax.nn.sigmoid(_SLOPE * gate) * (up + 1)
     hidden = jax.nn.gelu(gate, approximate=True)
     return hidden * linear[0] if config.activation == "geglu" else hidden
 

@@ -40,6 +40,9 @@ Lse: TypeAlias = Float[Array, "batch queries heads"]
 Segments: TypeAlias = Int[Array, "batch length"]
 """Document ids of packed rows: the number changes where the next document (or padding) starts."""
 
+Sink: TypeAlias = Float[Array, " heads"]
+"""Attention sinks: a score of each head in the softmax of every query, without a value."""
+
 UNSEEN = -1e30
 """Log-sum-exp of a query that saw no key; finite, so that differences are not NaN."""
 
@@ -89,38 +92,45 @@ class BackwardStats(NamedTuple):
         return cls(cotangent, lse, jnp.sum(out.astype(wide) * cotangent.astype(wide), -1))
 
 
-def attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Q:
+def attend(
+    query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule, sink: Sink | None = None
+) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
     Sums are float32 or wider, the result has the query's dtype. A query that sees no key gets 0.
     Residuals are named "attention" for remat policies.
     """
-    query, key, value = declare_alike(query, key, value)
-    return _attend(query, key, value, queries, keys, rule)
+    query, key, value, sink = declare_alike(query, key, value, sink)
+    return _attend(query, key, value, sink, queries, keys, rule)
 
 
-def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Return the arrays [*dims], each marked as varying over all mesh axes that any varies over."""
-    axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
-    return collectives.vary(arrays, tuple(axes))
+def declare_alike(*arrays: Any) -> tuple[Any, ...]:
+    """Return arrays [*dims] or None, marked as varying over all axes that any varies over."""
+    axes = (collectives.varying_axes(x) for x in arrays if x is not None)
+    return collectives.vary(arrays, tuple(frozenset().union(*axes)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Q:
-    return forward(query, key, value, queries, keys, rule).out.astype(query.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(
+    query: Q, key: KV, value: KV, sink: Sink | None, queries: Span, keys: Span, rule: Rule
+) -> Q:
+    return _forward(query, key, value, sink, queries, keys, rule)[0]
 
 
-def _forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> tuple[Q, Any]:
-    total = forward(query, key, value, queries, keys, rule)
+def _forward(
+    query: Q, key: KV, value: KV, sink: Sink | None, queries: Span, keys: Span, rule: Rule
+) -> tuple[Q, Any]:
+    total = with_sink(forward(query, key, value, queries, keys, rule), sink)
     out, lse = name_residuals(total, query.dtype)
-    return out, (query, key, value, out, lse, queries, keys)
+    return out, (query, key, value, sink, out, lse, queries, keys)
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
-    query, key, value, out, lse, queries, keys = saved
+    query, key, value, sink, out, lse, queries, keys = saved
     stats = BackwardStats.of(out, lse, cotangent)
     grads = backward(query, key, value, queries, keys, stats, rule)
-    return *(g.astype(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), None, None
+    of_sink = sink_gradient(sink, stats.lse, stats.delta)
+    return *(g.astype(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), of_sink, None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -140,6 +150,26 @@ def merge(left: Partial, right: Partial) -> Partial:
     lse = jnp.logaddexp(left.lse, right.lse)
     scaled = lambda part: part.out * jnp.exp(part.lse - lse)[..., None]
     return Partial(scaled(left) + scaled(right), lse)
+
+
+def with_sink(total: Partial, sink: Sink | None) -> Partial:
+    """Return attention with sinks from attention to all keys: the output × sigmoid(lse - sink).
+
+    The log-sum-exp then includes the sink. With it and the new output, the backward pass of
+    attention without sinks computes the gradients of query, key and value.
+    """
+    if sink is None:
+        return total
+    lse = jnp.logaddexp(total.lse, sink.astype(total.lse.dtype))
+    return Partial(total.out * jnp.exp(total.lse - lse)[..., None], lse)
+
+
+def sink_gradient(sink: Sink | None, lse: Lse, delta: Lse) -> Sink | None:
+    """Return the gradient of sinks; `lse` and `delta` are those of the output with sinks."""
+    if sink is None:
+        return None
+    share = jnp.exp(sink.astype(lse.dtype) - lse)
+    return -jnp.sum(share * delta, (0, 1)).astype(sink.dtype)
 
 
 def forward(query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule) -> Partial:

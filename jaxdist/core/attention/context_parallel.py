@@ -28,7 +28,16 @@ from jaxtyping import Int, Shaped
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise
-from jaxdist.core.attention.blockwise import KV, BackwardStats, Partial, Q, Rule, Segments, Span
+from jaxdist.core.attention.blockwise import (
+    KV,
+    BackwardStats,
+    Partial,
+    Q,
+    Rule,
+    Segments,
+    Sink,
+    Span,
+)
 from jaxdist.core.attention.ring import Ring, attend_ring
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
@@ -157,6 +166,7 @@ def make_attend_to_shared(
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
+        sink: Sink | None = None,
     ) -> Q:
         if dropout is not None:  # for built-in models the mesh was already rejected
             size = collectives.group_size(CONTEXT.name)
@@ -165,8 +175,9 @@ def make_attend_to_shared(
             near = dataclasses.replace(mask, full_every=0)
             far = dataclasses.replace(near, sliding_window=0)
             # Devices that share a row run the same layer, so they take the same branch.
-            each = [partial(attend, mask=m, kernel=kernel, softcap=softcap) for m in (far, near)]
-            return jax.lax.cond(mask.has_no_window, *each, query, key, value)
+            run = partial(attend, kernel=kernel, softcap=softcap)
+            each = [lambda q, k, v, sink, m=m: run(q, k, v, m, sink=sink) for m in (far, near)]
+            return jax.lax.cond(mask.has_no_window, *each, query, key, value, sink)
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         chosen = choose_kernel(
             query,
@@ -174,14 +185,16 @@ def make_attend_to_shared(
             num_keys=key.shape[1] * collectives.group_size(CONTEXT.name),
             packed=mask.segments is not None,
             softcap=softcap,
+            sinks=sink is not None,
             window=mask.sliding_window,
             causal=mask.causal,
         )
-        query, key, value = blockwise.declare_alike(query, key, value)
+        query, key, value, sink = blockwise.declare_alike(query, key, value, sink)
         if plan.exchange == "all_gather":
-            return _attend_gathered(query, key, value, mask.segments, rule)
+            return _attend_gathered(query, key, value, mask.segments, sink, rule)
         group = _Group(plan.inner)
         shared = group.share_heads(query, key, value)
+        sink = None if sink is None else group.own_heads(sink)
         segments = None if mask.segments is None else group.join(mask.segments)
         if plan.inner == collectives.group_size(CONTEXT.name):
             order = context.chunk_order(plan.inner)
@@ -191,11 +204,11 @@ def make_attend_to_shared(
                 causal=mask.causal, sliding_window=mask.sliding_window, segments=segments
             )
             rows = (in_row(x) for x in shared)
-            mixed = attend_rows(*rows, row_mask, kernel=kernel, softcap=softcap)
+            mixed = attend_rows(*rows, row_mask, kernel=kernel, softcap=softcap, sink=sink)
             mixed = _reordered(mixed, order)
         else:
             ring = Ring(plan.inner, plan.paired, chosen == "cudnn")
-            mixed = _attend_over_groups(*shared, segments, rule, ring)
+            mixed = _attend_over_groups(*shared, segments, sink, rule, ring)
         if plan.inner == 1:
             return mixed
         # Named again, so that remat policies save it and do not repeat the exchange.
@@ -205,7 +218,13 @@ def make_attend_to_shared(
 
 
 def _attend_over_groups(
-    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
+    query: Q,
+    key: KV,
+    value: KV,
+    segments: Segments | None,
+    sink: Sink | None,
+    rule: Rule,
+    ring: Ring,
 ) -> Q:
     if rule.window >= query.shape[1] * ring.size:
         rule = rule._replace(window=0)
@@ -213,9 +232,9 @@ def _attend_over_groups(
     segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
     inputs = (query, key, value, segments)
     if not ring.fused:
-        return attend_ring(*inputs, rule, ring)
+        return attend_ring(*inputs, sink, rule, ring)
     inputs = jax.tree.map(ring.in_row_order, inputs)
-    return ring.in_device_order(attend_ring(*inputs, rule, ring))
+    return ring.in_device_order(attend_ring(*inputs, sink, rule, ring))
 
 
 class _Group(NamedTuple):
@@ -234,6 +253,11 @@ class _Group(NamedTuple):
         key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
         exchange = lambda x: self._all_to_all(x, 2, 1)
         return exchange(query), exchange(key), exchange(value)
+
+    def own_heads(self, sink: Sink) -> Array:
+        """Return the sinks [heads / size] of the heads that a device has after `share_heads`."""
+        index = collectives.group_index(CONTEXT.name) % self.size
+        return sink.reshape(self.size, -1)[index]
 
     def return_heads(self, mixed: Q) -> Array:
         """Undo `share_heads`: -> [batch, seq_shard, heads, head_dim]."""
@@ -257,9 +281,11 @@ def _reordered(
     return chunks[:, order].reshape(x.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
-    return _gathered(query, key, value, segments, rule).out.astype(query.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend_gathered(
+    query: Q, key: KV, value: KV, segments: Segments | None, sink: Sink | None, rule: Rule
+) -> Q:
+    return _gathered_forward(query, key, value, segments, sink, rule)[0]
 
 
 def _gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Partial:
@@ -269,22 +295,23 @@ def _gathered(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rul
 
 
 def _gathered_forward(
-    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
+    query: Q, key: KV, value: KV, segments: Segments | None, sink: Sink | None, rule: Rule
 ) -> tuple[Q, Any]:
-    total = _gathered(query, key, value, segments, rule)
+    total = blockwise.with_sink(_gathered(query, key, value, segments, rule), sink)
     out, lse = blockwise.name_residuals(total, query.dtype)
-    return out, (query, key, value, out, lse, segments)
+    return out, (query, key, value, out, lse, segments, sink)
 
 
 def _gathered_backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
-    query, key, value, out, lse, segments = saved
+    query, key, value, out, lse, segments, sink = saved
     stats = BackwardStats.of(out, lse, cotangent)
     all_keys, all_values = gather_keys((key, value))
     queries, keys = gathered_spans(query, segments)
     dq, *grads = blockwise.backward(query, all_keys, all_values, queries, keys, stats, rule)
     # Each device has gradients of all keys: reduce-scatter them.
     dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    of_sink = blockwise.sink_gradient(sink, stats.lse, stats.delta)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, of_sink
 
 
 _attend_gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from jaxdist.core.attention import blockwise, cudnn, tiled
-from jaxdist.core.attention.blockwise import KV, Q
+from jaxdist.core.attention.blockwise import KV, Q, Sink
 from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -70,6 +70,7 @@ class AttentionRequest(NamedTuple):
     cached: bool = False
     dropout: float = 0.0
     softcap: float = 0.0
+    sinks: bool = False
     window: int = 0
     causal: bool = True
     too_large: str = ""
@@ -82,9 +83,9 @@ def make_attend(
 
     `tensor_index` returns this device's index on the tensor axis, which splits the heads.
 
-    Returns (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
-    heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto", "xla" or "cudnn";
-    it raises `ConfigError` if "cudnn" does not support the call.
+    Returns (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0, sink=None) ->
+    [batch, queries, heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto",
+    "xla" or "cudnn"; it raises `ConfigError` if "cudnn" does not support the call.
     """
 
     def choose(query: Q, **call: Any) -> Kernel:
@@ -101,6 +102,7 @@ def make_attend(
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
+        sink: Sink | None = None,
     ) -> Q:
         chosen = choose(
             query,
@@ -110,19 +112,21 @@ def make_attend(
             cached=mask.query_positions is not None,
             dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
+            sinks=sink is not None,
         )
         if dropout is not None:
             first_head = tensor_index() * query.shape[2]
-            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
-        if chosen == "xla" and (softcap or mask.full_every):
-            return _attend_dense(query, key, value, mask, softcap)
+            dropped = partial(_dropped, dropout=dropout, first_head=first_head)
+            return _attend_dense(query, key, value, mask, softcap, sink, dropped)
+        if chosen == "xla" and (softcap or mask.full_every or sink is not None):
+            return _attend_dense(query, key, value, mask, softcap, sink)
         if not mask.full_every:
-            return _attend(query, key, value, mask, chosen, softcap)
+            return _attend(query, key, value, sink, mask, chosen, softcap)
         near = dataclasses.replace(mask, full_every=0)
         far = dataclasses.replace(near, sliding_window=0)
         # Kernels skip keys outside a window, so each kind of layer needs a separate program.
         branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
-        return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
+        return jax.lax.cond(mask.has_no_window, *branches, query, key, value, sink)
 
     shared = plan.exchange
     over_devices = attend if shared is None else make_attend_to_shared(shared, attend, choose)
@@ -175,6 +179,8 @@ def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kerne
         reasons.append("attention dropout must give the same bits on every mesh")
     if softcap:
         reasons.append(f"cuDNN's kernel has no soft cap, and scores are capped at {softcap:g}")
+    if request.sinks:
+        reasons.append("cuDNN's kernel has no attention sinks")
     by_xla: Kernel = "xla"
     how = ""
     if in_parts:
@@ -241,8 +247,16 @@ def visible(
     return allowed[:, None]
 
 
-def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, softcap: float) -> Q:
-    """Return attention by `kernel`, which must support the mask and the soft cap.
+def _attend(
+    query: Q,
+    key: KV,
+    value: KV,
+    sink: Sink | None,
+    mask: AttentionMask,
+    kernel: Kernel,
+    softcap: float,
+) -> Q:
+    """Return attention by `kernel`, which must support the mask, the soft cap and the sinks.
 
     Residuals are named "attention" for remat policies; `cudnn.keeps_attention` handles cuDNN's.
     """
@@ -250,13 +264,13 @@ def _attend(query: Q, key: KV, value: KV, mask: AttentionMask, kernel: Kernel, s
     if kernel == "cudnn" and mask.segments is not None:
         return cudnn.attend_packed(query, key, value, mask.segments, rule)
     if kernel == "tiled":
-        return tiled.attend(query, key, value, mask.segments, rule)
+        return tiled.attend(query, key, value, mask.segments, rule, sink)
     if kernel == "blockwise":
         keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
         queries = keys
         if mask.query_positions is not None:
             queries = blockwise.Span(mask.query_positions)
-        return blockwise.attend(query, key, value, queries, keys, rule)
+        return blockwise.attend(query, key, value, queries, keys, rule, sink)
     if mask.query_positions is not None:
         allowed = visible(mask, query.shape[1], key.shape[1])
         return jax.nn.dot_product_attention(query, key, value, mask=allowed, implementation="xla")
@@ -281,12 +295,12 @@ def _attend_dense(
     value: KV,
     mask: AttentionMask,
     softcap: float,
-    dropout: AttentionDropout | None = None,
-    first_head: Any = 0,
+    sink: Sink | None = None,
+    drop: Callable[[Array], Array] = lambda probs: probs,
 ) -> Q:
     """Return attention from materialized scores, float32 [batch, heads, queries, keys].
 
-    `first_head` is the global index of the first local head: random bits depend on row and head.
+    `drop` maps the probabilities to those that multiply the values.
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
@@ -295,9 +309,10 @@ def _attend_dense(
     allowed = visible(mask, queries, keys)
     scores = soft_cap(scores / math.sqrt(head_dim), softcap)
     scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1)
-    if dropout is not None:
-        probs = _dropped(probs, dropout, first_head)
+    if sink is not None:
+        column = jnp.broadcast_to(sink.astype(jnp.float32)[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], -1)
+    probs = drop(jax.nn.softmax(scores, axis=-1)[..., :keys])
     mixed = jnp.einsum("bhqk,bkhd->bqhd", probs.astype(value.dtype), value)
     return checkpoint_name(mixed, "attention")
 
@@ -305,6 +320,7 @@ def _attend_dense(
 def _dropped(
     probs: Float[Array, "batch heads queries keys"], dropout: AttentionDropout, first_head: Any
 ) -> Float[Array, "batch heads queries keys"]:
+    """Drop probabilities by random bits that depend on row and head, `first_head` + local index."""
     heads, *shape = probs.shape[1:]
 
     def draw(row: Array, head: Array) -> Array:

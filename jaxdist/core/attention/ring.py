@@ -21,7 +21,16 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise, zigzag
-from jaxdist.core.attention.blockwise import KV, BackwardStats, Partial, Q, Rule, Segments, Span
+from jaxdist.core.attention.blockwise import (
+    KV,
+    BackwardStats,
+    Partial,
+    Q,
+    Rule,
+    Segments,
+    Sink,
+    Span,
+)
 from jaxdist.core.attention.zigzag import GlobalAttention, Keys, PartGrads, Queries
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
@@ -100,12 +109,18 @@ class _Chunk(NamedTuple):
     segments: Segments | None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def attend_ring(
-    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
+    query: Q,
+    key: KV,
+    value: KV,
+    segments: Segments | None,
+    sink: Sink | None,
+    rule: Rule,
+    ring: Ring,
 ) -> Q:
     """Return attention to the keys of all groups, which are sent around the ring."""
-    return _ring(query, key, value, segments, rule, ring).out.astype(query.dtype)
+    return _ring_forward(query, key, value, segments, sink, rule, ring)[0]
 
 
 def _ring(
@@ -136,15 +151,21 @@ def _ring(
 
 
 def _ring_forward(
-    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, ring: Ring
+    query: Q,
+    key: KV,
+    value: KV,
+    segments: Segments | None,
+    sink: Sink | None,
+    rule: Rule,
+    ring: Ring,
 ) -> tuple[Q, Any]:
-    total = _ring(query, key, value, segments, rule, ring)
+    total = blockwise.with_sink(_ring(query, key, value, segments, rule, ring), sink)
     out, lse = blockwise.name_residuals(total, query.dtype)
-    return out, (query, key, value, out, lse, segments)
+    return out, (query, key, value, out, lse, segments, sink)
 
 
 def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
-    query, key, value, out, lse, segments = saved
+    query, key, value, out, lse, segments, sink = saved
     length, stats = query.shape[1], BackwardStats.of(out, lse, cotangent)
     queries = Span(ring.positions(0, length), segments)
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
@@ -206,7 +227,8 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         more, kept = scatter(part, 0, half)
         dq, returned = dq + more, returned + kept
     dk, dv = returned
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    of_sink = blockwise.sink_gradient(sink, stats.lse, stats.delta)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, of_sink
 
 
 attend_ring.defvjp(_ring_forward, _ring_backward)

@@ -22,7 +22,18 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
-from jaxdist.core.attention.blockwise import KV, Q, Rule, Segments, declare_alike, wide_dtype
+from jaxdist.core.attention.blockwise import (
+    KV,
+    Partial,
+    Q,
+    Rule,
+    Segments,
+    Sink,
+    declare_alike,
+    sink_gradient,
+    wide_dtype,
+    with_sink,
+)
 from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
@@ -37,21 +48,27 @@ class _Tile(NamedTuple):
     keys: slice
 
 
-def attend(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
+def attend(
+    query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, sink: Sink | None = None
+) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
     Dtypes and remat names are those of `blockwise.attend`; `rule.block` is ignored.
     """
-    query, key, value = declare_alike(query, key, value)
-    return _attend(query, key, value, segments, rule)
+    query, key, value, sink = declare_alike(query, key, value, sink)
+    return _attend(query, key, value, sink, segments, rule)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> Q:
-    return _forward(query, key, value, segments, rule)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    query: Q, key: KV, value: KV, sink: Sink | None, segments: Segments | None, rule: Rule
+) -> Q:
+    return _forward(query, key, value, sink, segments, rule)[0]
 
 
-def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule) -> tuple[Q, Any]:
+def _forward(
+    query: Q, key: KV, value: KV, sink: Sink | None, segments: Segments | None, rule: Rule
+) -> tuple[Q, Any]:
     wide = wide_dtype(query)
     q, k, v = _by_head(query, key.shape[2]), _by_head(key), _by_head(value)
     product = partial(jnp.einsum, preferred_element_type=wide)
@@ -65,21 +82,26 @@ def _forward(query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule
         outs.append(mixed / weight)
         lses.append((top + jnp.log(weight))[..., 0])
     named = lambda x: checkpoint_name(x, "attention")
-    out = named(_by_position(jnp.concatenate(outs, 3)).astype(query.dtype))
-    return out, (query, key, value, segments, out, named(jnp.concatenate(lses, 3)))
+    out, lse = _by_position(jnp.concatenate(outs, 3)), jnp.concatenate(lses, 3)
+    if sink is not None:
+        total = with_sink(Partial(out, _by_position(lse[..., None])[..., 0]), sink)
+        out, lse = total.out, _by_head(total.lse[..., None], key.shape[2])[..., 0]
+    out = named(out.astype(query.dtype))
+    return out, (query, key, value, sink, segments, out, named(lse))
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
-    """Return gradients of query, key and value.
+    """Return gradients of query, key, value and sinks.
 
     Scores are [batch, kv_heads, keys, group, queries] here: products then need no transposed
     scores.
     """
-    query, key, value, segments, out, lse = saved
+    query, key, value, sink, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
     by_head = lambda x: _by_head(x, kv_heads)
     wide = lse.dtype
     delta = jnp.sum(out.astype(wide) * cotangent.astype(wide), -1, keepdims=True)
+    of_sink = sink_gradient(sink, _by_position(lse[..., None])[..., 0], delta[..., 0])
     delta = by_head(delta)[..., 0]
     q, do = by_head(query), by_head(cotangent)
     k, v = _by_head(key), _by_head(value)
@@ -103,7 +125,7 @@ def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     of_queries = jnp.concatenate([jnp.moveaxis(x, 2, 4) for x in dq], 3)
     of_keys, of_values = (_sum_over_tiles(parts, tiles, length) for parts in (dk, dv))
     pairs = zip((of_queries, of_keys, of_values), (query, key, value), strict=True)
-    return *(_by_position(grad).astype(x.dtype) for grad, x in pairs), None
+    return *(_by_position(grad).astype(x.dtype) for grad, x in pairs), of_sink, None
 
 
 _attend.defvjp(_forward, _backward)

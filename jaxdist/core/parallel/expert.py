@@ -54,12 +54,14 @@ class _Exchange(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Differentiable inputs: x [tokens, d_model], shares [tokens, choices], the local experts."""
+    """Differentiable inputs: x [tokens, d_model], shares [tokens, choices], the local experts.
+
+    `weights` are up, down and optional biases, as in `experts.make_experts`.
+    """
 
     x: Array
     shares: Array
-    up: Array
-    down: Array
+    weights: tuple[Array, ...]
 
 
 def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
@@ -70,12 +72,18 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
     """
 
     def exchanged(
-        x: Array, routing: Routing, up: Array, down: Array, activate: experts.Activate
+        x: Array,
+        routing: Routing,
+        up: Array,
+        down: Array,
+        activate: experts.Activate,
+        *biases: Array,
     ) -> Array:
         """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = experts.flatten(x, routing)
-        inputs = _Inputs(tokens, shares, up, down)
-        axes = tuple(sorted({axis for array in inputs for axis in collectives.varying_axes(array)}))
+        inputs = _Inputs(tokens, shares, (up, down, *biases))
+        arrays = jax.tree.leaves(inputs)
+        axes = tuple(sorted({axis for array in arrays for axis in collectives.varying_axes(array)}))
         inputs = collectives.vary(inputs, axes)
         plan = _plan(collectives.vary(chosen, axes), up.shape[0])
         capacity = max(1, math.ceil(FACTOR * chosen.size / lax.axis_size(EXPERT.name)))
@@ -119,7 +127,7 @@ def _round(
     inputs: _Inputs,
 ) -> Array:
     """Return the part of the output from one round's assignments, float32 [tokens, d_model]."""
-    x, shares, up, down = inputs
+    x, shares, weights = inputs
     first = number * capacity
     offset = plan.offset - first
     is_sent = (offset >= 0) & (offset < capacity)
@@ -134,9 +142,9 @@ def _round(
     expert = jnp.sum(ends[:, None, :] <= index[:, None], -1, dtype=jnp.int32).reshape(-1)
     order = experts.order_by_expert(expert)
     slots = experts.inverse(order)[:, None]
-    sizes = experts.count(expert, up.shape[0])
+    sizes = experts.count(expert, weights[0].shape[0])
     rows_in = experts.take(received, order, slots)
-    outputs = experts.run_sorted(grouped_dot, rows_in, sizes, up, down, activate)
+    outputs = experts.run_sorted(grouped_dot, rows_in, sizes, activate, *weights)
     returned = _swap(experts.take(outputs, slots[:, 0], order[:, None]))
     return experts.combine(returned, shares, source, rows)
 

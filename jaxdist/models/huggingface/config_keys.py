@@ -73,6 +73,11 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
     "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": int},
     "qwen3_moe": _QWEN_EXPERTS,
+    "gpt_oss": {
+        **{name: int for name in _EXPERTS if name != "num_experts"},
+        "attention_bias": bool,
+        "quantization_config": dict,
+    },
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }
@@ -117,6 +122,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         decoder_sparse_step=1, mlp_only_layers=[],
     ),
+    gpt_oss=dict(
+        _DEFAULTS, max_position_embeddings=131072, num_key_value_heads=8, head_dim=64,
+        rms_norm_eps=1e-5, rope_theta=150000.0, sliding_window=128, attention_bias=True,
+        num_local_experts=128, num_experts_per_tok=4,
+    ),
     phi3=dict(_DEFAULTS, max_position_embeddings=4096, rms_norm_eps=1e-5),
     olmo2=dict(_DEFAULTS, rms_norm_eps=1e-5),
     qwen2=_QWEN_DEFAULTS,
@@ -135,7 +145,17 @@ _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcappi
 """Keys for which null disables the feature; for other keys null means the default."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
+MIXED: Mapping[str, int] = {**GEMMAS, "gpt_oss": 2}
 """Family that mixes layers -> default interval of the layers without a window."""
+
+_ROPE_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 _WORDS = {
     int: "a whole number above 0",
@@ -171,6 +191,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "qkv_bias": (True,),
     "moe_layer_freq": (1,),
     "scoring_func": ("noaux_tc", "sigmoid"),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7,),
     "topk_method": ("noaux_tc",),
 }
 """Values for which our decoder computes the same function as transformers."""
@@ -208,9 +230,12 @@ _HARMLESS_IN_FAMILY = {
     ("gemma2", "hidden_act"),
     ("gemma3_text", "hidden_act"),
     ("qwen2_moe", "sliding_window"),
+    ("gpt_oss", "experts_per_token"),
+    ("gpt_oss", "initial_context_length"),
 }
 """Harmless keys of one family. Phi-3's `auto_map` names code that is now part of
-transformers. Qwen2-MoE has a window only with `use_sliding_window`."""
+transformers. Qwen2-MoE has a window only with `use_sliding_window`. gpt-oss has second names of
+`num_experts_per_tok` and of YaRN's original length."""
 
 
 def key_problems(hf: Any, family: str) -> list[str]:
@@ -246,6 +271,9 @@ def key_problems(hf: Any, family: str) -> list[str]:
         elif value not in _ONLY[name]:
             only = " or ".join(map(_short, _ONLY[name] or (None,)))
             errors.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
+    method = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        errors.append(f"quant_method={_short(method)} is not supported: only mxfp4 is.")
     if family in ("llama", "olmo2") and hf.get("sliding_window"):
         errors.append(f"{family} has no sliding_window. Use model_type=mistral if it does.")
     return errors or ([] if family == "gpt2" else _rope_problems(hf))
@@ -255,6 +283,8 @@ def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, `rope_type` and more; for Gemma 3, of the layers without a window."""
     parameters = hf.get("rope_parameters") or {}
     rope = {**(hf.get("rope_scaling") or {}), **(parameters.get("full_attention") or parameters)}
+    if not rope and hf.get("model_type") == "gpt_oss":
+        rope = dict(_ROPE_OF_GPT_OSS)
     rope.setdefault("rope_theta", hf["rope_theta"])
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     return {name: value for name, value in rope.items() if name != "type"}
@@ -272,7 +302,7 @@ def full_every(hf: Mapping[str, Any], family: str) -> int:
     """Return the interval of layers without a window; 0 if `layer_types` have no such interval."""
     usual = next(
         (hf[n] for n in ("sliding_window_pattern", "_sliding_window_pattern") if hf.get(n)),
-        GEMMAS[family],
+        MIXED[family],
     )
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -326,10 +356,11 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
     if kind == "yarn":  # transformers defaults to max_position_embeddings
         optional.add("original_max_position_embeddings")
     numbers = ("rope_theta", *keys)
+    kind_of = lambda name: bool if name == "truncate" else float
     errors = [
-        f"rope {name}={_short(rope.get(name))} is not a number above 0."
+        f"rope {name}={_short(rope.get(name))} is not {_WORDS[kind_of(name)]}."
         for name in numbers
-        if not (_is(rope.get(name), float) or (rope.get(name) is None and name in optional))
+        if not (_is(rope.get(name), kind_of(name)) or (rope.get(name) is None and name in optional))
     ]
     more = {"rope_type", *numbers}
     return errors + [
@@ -340,8 +371,8 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
 
 
 def _layer_type_problems(kinds: Any, hf: Mapping[str, Any], family: str) -> list[str]:
-    """Return an error unless all layers are equal or, for Gemma, every n-th has no window."""
-    if family in GEMMAS:
+    """Return an error unless all layers are equal or, in `MIXED`, every n-th has no window."""
+    if family in MIXED:
         if isinstance(kinds, list) and full_every(hf, family):
             return []
         return [

@@ -13,6 +13,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILES
 from jaxdist.models.configs import DecoderConfig, ModelConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, read_config
+from jaxdist.models.huggingface.mxfp4 import with_unpacked
 from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, is_url, locate, url_problem
@@ -115,7 +116,8 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     """Return the model of a directory and its tensors; reads headers, and a tied model's head."""
     hf = read_json(folder)
     config = read_config(hf)
-    model, tensors = _resolve_head(config, hf["model_type"], safetensors.open_all(folder))
+    stored = with_unpacked(safetensors.open_all(folder))
+    model, tensors = _resolve_head(config, hf["model_type"], stored)
     if model != config:
         log.warning(
             "%s: config.json sets tie_word_embeddings, but %s differs from the embedding table. "

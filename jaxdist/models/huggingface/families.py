@@ -1,9 +1,9 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
 References:
-    The `config.json` of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, Llama,
-    Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved checkpoints
-    have them.
+    The `config.json` of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, gpt-oss,
+    Llama, Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved
+    checkpoints have them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
     DROPOUT,
     GEMMAS,
+    MIXED,
     full_every,
     key_problems,
     local_rope_of,
@@ -29,6 +30,7 @@ _ARCHITECTURES = {
     "dots1": "Dots1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -52,7 +54,6 @@ _MISSING = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe": "rotary positions of a part of each head",
-    "gpt_oss": "attention sinks, biases of experts, a clamped SwiGLU and MXFP4 weights",
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
     "qwen3_5_moe": _DELTA,
@@ -98,7 +99,7 @@ _QK_NORMS: Mapping[str, Any] = {
     "olmoe": "all",
     "gemma3_text": "head",
 }
-_WINDOWED = ("mistral", "mixtral", "phi3", *GEMMAS)
+_WINDOWED = ("mistral", "mixtral", "phi3", *MIXED)
 
 
 def read_config(hf: Any) -> DecoderConfig:
@@ -159,6 +160,10 @@ def family_of(config: DecoderConfig) -> str:
     """Return the `model_type` that can represent the model; raises `ConfigError` if none can."""
     parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
+    if config.attention_sinks or config.activation == "clamped_swiglu":
+        if _is_gpt_oss(config):
+            return "gpt_oss"
+        raise _no_family()
     if config.num_experts:
         return _sparse_family_of(config)
     if family := _gemma_of(config):
@@ -185,6 +190,18 @@ def family_of(config: DecoderConfig) -> str:
     if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
         return "gpt2"
     raise _no_family()
+
+
+def _is_gpt_oss(config: DecoderConfig) -> bool:
+    others = [name for name in _GEMMA_SETTINGS if name != "full_attention_every"]
+    parts = (config.positions, config.norm, config.activation, config.norm_placement)
+    fits = parts == ("rotary", "rms", "clamped_swiglu", "pre") and config.qk_norm == "none"
+    fits = fits and config.attention_sinks and bool(config.num_experts and config.sliding_window)
+    fits = fits and config.full_attention_every > 0 and {"mlp", "router"} <= set(config.bias)
+    fits = fits and ("qkv" in config.bias) == ("out" in config.bias)
+    fits = fits and not (config.shared_expert_dim or config.dense_layers)
+    fits = fits and _architecture(config.routing) == Router()
+    return fits and not any(getattr(config, name) for name in others)
 
 
 def _sparse_family_of(config: DecoderConfig) -> str:
@@ -289,8 +306,10 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     if config.rope_scaling:
         numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
         hf["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "gpt_oss"):
         hf["sliding_window"] = config.sliding_window or None
+    if family == "gpt_oss":
+        hf["layer_types"] = _layer_types(config)
     if config.num_experts:
         hf[_NUM_EXPERTS[family]] = config.num_experts
         hf["num_experts_per_tok"] = config.experts_per_token
@@ -311,13 +330,14 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
                 "first_k_dense_replace": len(config.dense_layers),
                 "sliding_window": None,
             }
-        elif family != "mixtral":
+        elif family not in ("mixtral", "gpt_oss"):
             hf["norm_topk_prob"] = config.routing.norm_topk
     return hf
 
 
 _NUM_EXPERTS = {
     "dots1": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
     "mixtral": "num_local_experts",
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
@@ -330,7 +350,7 @@ def _read_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     count = hf.get(_NUM_EXPERTS[family]) or hf["num_local_experts"]
     shared: dict[str, Any] = {}
     dense: list[int] = []
-    is_normed = family == "mixtral" or hf["norm_topk_prob"]
+    is_normed = family in ("mixtral", "gpt_oss") or hf["norm_topk_prob"]
     router: dict[str, Any] = {} if is_normed else {"norm_topk": False}
     if family == "dots1":
         router = {"scores": "sigmoid", "bias": True}
@@ -370,6 +390,8 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
     if family == "llama":
         biases += ["qkv", "out"] if hf["attention_bias"] else []
         biases += ["mlp"] if hf["mlp_bias"] else []
+    if family == "gpt_oss":
+        biases = ["qkv", "out"] * hf["attention_bias"] + ["mlp", "router"]
     ours: dict[str, Any] = dict(
         {ours: hf[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
@@ -384,6 +406,9 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
     )
     if family in _NUM_EXPERTS:
         ours |= _read_experts(hf, family)
+    if family == "gpt_oss":
+        ours |= {"activation": "clamped_swiglu", "attention_sinks": True}
+        ours["full_attention_every"] = full_every(hf, family)
     return DecoderConfig(**ours | (_read_gemma(hf, family, width) if family in GEMMAS else {}))
 
 
@@ -399,6 +424,10 @@ def _gemma_of(config: DecoderConfig) -> str:
     return "gemma3_text" if (config.qk_norm, local, capped) == ("head", True, False) else ""
 
 
+def _layer_types(config: DecoderConfig) -> list[str]:
+    return [f"{'sliding' if window else 'full'}_attention" for window in config.windows]
+
+
 def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
     hf: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -406,7 +435,7 @@ def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap or None,
         "attn_logit_softcapping": config.attention_softcap or None,
         "sliding_window": config.sliding_window,
-        "layer_types": [f"{'sliding' if w else 'full'}_attention" for w in config.windows],
+        "layer_types": _layer_types(config),
     }
     if family == "gemma3_text":
         hf["rope_local_base_freq"] = config.local_rope_theta

@@ -3,9 +3,9 @@
 Values are moved without arithmetic, so a round trip is exact.
 
 References:
-    The tensor names of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, Llama,
-    Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in saved
-    checkpoints.
+    The tensor names of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, gpt-oss,
+    Llama, Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in
+    saved checkpoints.
 """
 
 from __future__ import annotations
@@ -191,6 +191,8 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     yield from of_layer("attention/out", (heads, width, d), out)
     if "out" in config.bias:
         yield from of_layer("attention/out_bias", (d,), _same("self_attn.o_proj.bias", d))
+    if config.attention_sinks:
+        yield from of_layer("attention/sinks", (heads,), _same("self_attn.sinks", heads))
     if config.num_experts:
         for array, sizes, tensors in _experts(config, family):
             yield from of_layer(array, sizes, *tensors, kind="sparse")
@@ -221,6 +223,9 @@ def _experts(
 ) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
     """Yield the router and the experts of a layer: our array, its shape, and its tensors."""
     d, mlp, experts = config.d_model, config.mlp_dim, range(config.num_experts)
+    if family == "gpt_oss":
+        yield from _gpt_oss_experts(d, mlp, config.num_experts)
+        return
     module, gate, up, down = _EXPERT_NAMES[family]
     router = _turned(f"{module}.gate.weight", config.num_experts, d)
     yield "mlp/router", (d, config.num_experts), [router]
@@ -261,6 +266,26 @@ def _experts(
         yield "shared/down", (width, d), [last]
     if config.shared_expert_gate:
         yield "shared_gate", (d, 1), [_turned(f"{module}.shared_expert_gate.weight", 1, d)]
+
+
+def _gpt_oss_experts(
+    d: int, mlp: int, count: int
+) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
+    """Yield router and experts of a layer, as `_experts`: gate and up are interleaved columns."""
+
+    def fused(name: str, *inputs: int) -> list[Source]:
+        """Return the source of [count, *inputs, 2, mlp]."""
+        dims, order = (count, *inputs), tuple(range(1 + len(inputs)))
+        last = len(dims)
+        view = (*dims, mlp, 2)
+        return [Source(f"mlp.experts.{name}", (*dims, 2 * mlp), view, (*order, last + 1, last))]
+
+    yield "mlp/router", (d, count), [_turned("mlp.router.weight", count, d)]
+    yield "mlp/router_bias", (count,), [_same("mlp.router.bias", count)]
+    yield "mlp/up", (count, d, 2, mlp), fused("gate_up_proj", d)
+    yield "mlp/up_bias", (count, 2, mlp), fused("gate_up_proj_bias")
+    yield "mlp/down", (count, mlp, d), [_same("mlp.experts.down_proj", count, mlp, d)]
+    yield "mlp/down_bias", (count, d), [_same("mlp.experts.down_proj_bias", count, d)]
 
 
 _PROJECTIONS = ("mlp", "gate_proj", "up_proj", "down_proj")

@@ -109,6 +109,7 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
             kernel=options.get("kernel", "auto"),
             dropout=0.0 if dropout is None else dropout.rate,
             softcap=options.get("softcap", 0.0),
+            sinks=options.get("sink") is not None,
         )
         calls.append((call, query.shape, key.shape))
         return checkpoint_name(query, _ATTEND)
@@ -369,12 +370,18 @@ def _context(dtype: str, reduced: list[int]) -> Context:
 
 
 def _used_experts(
-    x: Array, routing: Routing, up: Array, down: Array, activate: Callable[[Array], Array]
+    x: Array,
+    routing: Routing,
+    up: Array,
+    down: Array,
+    activate: Callable[[Array], Array],
+    *biases: Array,
 ) -> Array:
     """Return a sum like that of `Context.experts`, [batch, seq, d_model], with equal work.
 
-    As many experts as each token has process all tokens.
+    As many experts as each token has process all tokens. Biases are left out.
     """
+    del biases
     shares = routing.shares.astype(x.dtype)
     per_token, (_, _, ways, mlp) = shares.shape[-1], up.shape
     products = jnp.einsum("bsd,edwf->bsewf", x, up[:per_token])
