@@ -17,6 +17,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, StoredArrays
 from jaxdist.core.state import TrainState
 from jaxdist.core.types import Dims
+from jaxdist.data.tokenizer import FileTokenizer
 from jaxdist.models import example
 from jaxdist.models.adapted_weights import LoraWeight
 from jaxdist.models.huggingface import peft as peft_format
@@ -307,6 +308,39 @@ def test_a_new_run_is_not_judged(made, capsys, tmp_path):
     assert convert(["from-hf", str(made / "hf"), str(run)]) == 0
     code, problems = verify(capsys, run)
     assert code == 0 and problems.keys() == {"checkpoint", "training", "loading"}
+
+
+def test_rows_of_tokens_that_are_never_an_input_are_no_fault(made, tmp_path, capsys):
+    """The end of a chat with one answer is only predicted: its input row has no gradient."""
+    tokenizer = FileTokenizer(made / "hf" / "tokenizer.json")
+    end, (used,) = tokenizer.end_id, tokenizer.encode("?")
+    chats, run = tmp_path / "chats.jsonl", tmp_path / "run"
+    turns = lambda i: [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "b"}]
+    chats.write_text("".join(json.dumps({"messages": turns(i)}) + "\n" for i in range(64)))
+    job = [flag for flag in tiny("--train.steps=6") if not flag.startswith("--model")]
+    flags = [f"--data.sources={chats}", "--data.records=chat", f"--lora.token_ids={end},{used}"]
+    flags += ["--lora.rank=4", "--init-from", made / "hf", "--run-dir", run]
+    flags += ["--optim.weight_decay=0"]  # it would change rows without gradient
+    assert run_here("train", *job, *flags) == 0
+    assert not [e for e in records(run, "event") if e["event"] == "no_gradient"]
+    capsys.readouterr()
+    assert run_here("verify.__main__", run) == 0
+    assert f"the input rows of tokens {end} had no gradient" in capsys.readouterr().out
+
+    def lose_head_row(arrays):
+        start = leaves_of(open_run(run).parts.start_params())["head/kernel/rows"]
+        arrays["params/head/kernel/rows"] = np.array(arrays["params/head/kernel/rows"])
+        arrays["params/head/kernel/rows"][0] = np.asarray(start[0])
+        zero("head/kernel/rows", 0)(arrays)
+
+    rewrite(run, lose_head_row)
+    code, problems = verify(capsys, run)
+    assert code == 1
+    for check in ("gradients", "changes"):  # without a gradient of the head, both rows are lost
+        expected = [f"{rows} of token {end}" for rows in ("embed/table/rows", "head/kernel/rows")]
+        named = {line.rpartition(" received")[0] or line.rpartition(" did")[0]
+                 for line in problems[check]}  # fmt: skip
+        assert named == {*expected}
 
 
 def build_with_unused(*, seq_len):

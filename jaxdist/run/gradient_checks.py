@@ -6,7 +6,7 @@ A parameter whose moments are zero has received no gradient. The loss alone does
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,11 @@ from jaxdist.core.types import Array
 
 FIRST_STEPS = 5
 """Steps after which every parameter has a gradient: adapters first need a nonzero B."""
+
+INPUT_ROWS, HEAD_ROWS = "embed/table/rows", "head/kernel/rows"
+"""Trained rows of tokens, [tokens, d_model]. Every step changes the logits of every token, so the
+head's rows always have a gradient. A row of a separate table has none if its token is never an
+input before a learned token, e.g. the end of chats with one answer."""
 
 
 def moments_of(parameter: str, names: Iterable[str]) -> list[str]:
@@ -41,14 +46,33 @@ def is_measured(shape: tuple[int, ...], dtype: Any, parameter_shape: tuple[int, 
     return dtype != np.uint8 and (size > 1 or full_size == 1)
 
 
-def layer_names(parameter: str, flags: np.ndarray) -> list[str]:
+def part_names(parameter: str, flags: np.ndarray, tokens: Sequence[int] = ()) -> list[str]:
     """Return [the parameter] if all `flags` are set, else "NAME of layer N" for each set flag.
 
-    Flags are bool [num_layers], or [] for a parameter without layers.
+    Flags are bool [num_layers], [tokens] for rows of `tokens`, or [] for a parameter without parts.
     """
     if not flags.ndim or flags.all():
         return [parameter] if flags.all() else []
+    if parameter in (INPUT_ROWS, HEAD_ROWS):
+        lost = (token for token, flag in zip(tokens, flags, strict=True) if flag)
+        return [f"{parameter} of token {token}" for token in lost]
     return [f"{parameter} of layer {layer}" for layer in np.flatnonzero(flags)]
+
+
+def unused_inputs(flags: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return which input rows are flagged although the head's rows are not, bool [tokens] or [].
+
+    `flags` maps names of parameters to bool arrays [...].
+    """
+    no = np.zeros((), bool)
+    return flags.get(INPUT_ROWS, no) & ~flags.get(HEAD_ROWS, ~no)
+
+
+def has_parts(parameter: str, shape: tuple[int, ...], tokens: int) -> bool:
+    """Return whether dim 0 of an array of a parameter is that of layers or of `tokens` rows."""
+    if parameter in (INPUT_ROWS, HEAD_ROWS):
+        return shape[:1] == (tokens,)
+    return parameter.partition("/")[0] == LAYERS
 
 
 @functools.lru_cache(maxsize=4)
@@ -63,11 +87,14 @@ def _zeros_program(stacked: tuple[bool, ...], sharding: NamedSharding) -> Any:
     return jax.jit(zeros, out_shardings=sharding)
 
 
-def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
-    """Return the names of parameters, or their layers, that have a moment of zeros; collective.
+def without_gradient(
+    state: TrainState, positions: np.ndarray, tokens: Sequence[int] = ()
+) -> list[str]:
+    """Return the names of parameters, or their parts, that have a moment of zeros; collective.
 
-    `positions` is the index of each layer among the stored ones, int [num_layers].
-    Optimizers without moments, and moments outside of device memory, give [].
+    `positions` is the index of each layer among the stored ones, int [num_layers], and `tokens`
+    have trained rows. Input rows of unused tokens are left out (`unused_inputs`). Optimizers
+    without moments, and moments outside of device memory, give [].
     """
     arrays = _named(state.opt_state)
     pairs = [
@@ -81,23 +108,34 @@ def without_gradient(state: TrainState, positions: np.ndarray) -> list[str]:
         return []
     sharding: Any = pairs[0][1].sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    stacked = tuple(_is_stacked(name) for name, _ in pairs)
-    program = _zeros_program(stacked, replicated)
+    split = tuple(has_parts(name, x.shape, len(tokens)) for name, x in pairs)
+    program = _zeros_program(split, replicated)
     zeros: dict[str, np.ndarray] = {}
     flags = jax.device_get(program([x for _, x in pairs]))
-    for (name, _), split, own in zip(pairs, stacked, flags, strict=True):
-        if split:
+    for (name, _), own in zip(pairs, flags, strict=True):
+        if name.partition("/")[0] == LAYERS:
             own = own[positions]
         zeros[name] = zeros.get(name, False) | own
-    return [text for name, own in zeros.items() for text in layer_names(name, own)]
+    return names_of(zeros, tokens)
 
 
-def zero_moments(arrays: Mapping[str, np.ndarray], parameter: str, shape: tuple[int, ...]) -> Any:
-    """Return whether a moment is all zeros: bool [num_layers] for stacked layers, else a scalar.
+def names_of(zeros: Mapping[str, np.ndarray], tokens: Sequence[int]) -> list[str]:
+    """Return the names of flagged parameters or parts, without input rows of unused tokens.
+
+    `zeros` maps parameters to flags [...]: whether a moment is all zeros.
+    """
+    kept = {**zeros, INPUT_ROWS: zeros.get(INPUT_ROWS, np.zeros((), bool)) & ~unused_inputs(zeros)}
+    return [text for name, own in kept.items() for text in part_names(name, own, tokens)]
+
+
+def zero_moments(
+    arrays: Mapping[str, np.ndarray], parameter: str, shape: tuple[int, ...], tokens: int
+) -> Any:
+    """Return whether a moment is all zeros: bool [num_layers], [tokens], or a scalar.
 
     `arrays` has the moments [...] of that parameter by name; `shape` is the parameter's.
     """
-    axes = lambda x: tuple(range(int(_is_stacked(parameter)), x.ndim))
+    axes = lambda x: tuple(range(int(has_parts(parameter, x.shape, tokens)), x.ndim))
     flags = [
         np.all(x == 0, axis=axes(x))
         for x in arrays.values()
@@ -110,7 +148,3 @@ def _named(tree: Any) -> dict[str, Array]:
     """Return the arrays [*dims] of a tree by name, e.g. "layers/mlp/up"."""
     leaves = tree_leaves_with_path(tree)
     return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-
-def _is_stacked(parameter: str) -> bool:
-    return parameter.partition("/")[0] == LAYERS

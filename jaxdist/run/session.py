@@ -237,7 +237,9 @@ class Session:
         """Warn of parameters that have had no gradient so far; waits for the newest step."""
         with self.phase("gradient check"):
             jax.block_until_ready(self.state)
-            names = without_gradient(self.state, self.parts.plan.layers.positions)
+            names = without_gradient(
+                self.state, self.parts.plan.layers.positions, self.config.lora.token_ids
+            )
         if names:
             self.monitor.event(
                 "no_gradient",

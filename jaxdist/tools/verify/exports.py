@@ -25,7 +25,7 @@ from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.models.huggingface import peft, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights, read_json
 from jaxdist.models.huggingface.families import decoder_of, read_config, write_config
-from jaxdist.run.gradient_checks import layer_names
+from jaxdist.run.gradient_checks import part_names
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.run.trained_run import open_run
 from jaxdist.runtime.storage import Location, locate
@@ -194,7 +194,7 @@ def _check_values(trained: Trained, exported: Exported, is_peft: bool) -> Check:
         is_stacked = name.partition("/")[0] == LAYERS
         differs = np.asarray(_differs(x, y, jnp.dtype(dtype), is_stacked, int(is_merged)))
         problems += [
-            f"{text} has other values than the checkpoint." for text in layer_names(name, differs)
+            f"{text} has other values than the checkpoint." for text in part_names(name, differs)
         ]
     kinds = ", ".join(sorted({dtype.name for dtype in exported.dtypes.values()}))
     text = f"{len(ours)} parameters have the values of the checkpoint in {kinds}"

@@ -16,12 +16,20 @@ from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.types import Array, Params
 from jaxdist.core.weights import GROUPS
 from jaxdist.optim.groups import rate_factor
 from jaxdist.run.command_settings import TextSettings
-from jaxdist.run.gradient_checks import FIRST_STEPS, layer_names, moments_of, zero_moments
+from jaxdist.run.gradient_checks import (
+    FIRST_STEPS,
+    INPUT_ROWS,
+    has_parts,
+    moments_of,
+    names_of,
+    part_names,
+    unused_inputs,
+    zero_moments,
+)
 from jaxdist.run.setup import Parts
 from jaxdist.run.text_generation import Decoder
 from jaxdist.run.trained_run import TrainedRun
@@ -68,6 +76,28 @@ class Trained:
         """Parameter -> what changes it in training: "gradient", "statistic", or "none"."""
         return {name: dims.update for name, dims in named(self.parts.model.axes).items()}
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens whose rows are trained next to adapters."""
+        return self.parts.config.lora.token_ids
+
+    @functools.cached_property
+    def moments(self) -> dict[str, list[str]]:
+        """Trained parameter -> the names of its optimizer moments in the checkpoint."""
+        stored = [name for name in self.entries if pytree.under(name, ["opt_state"])]
+        moved = [name for name, update in self.updates.items() if update == "gradient"]
+        return {name: moments_of(name, stored) for name in moved}
+
+    @functools.cached_property
+    def zeros(self) -> dict[str, np.ndarray]:
+        """Trained parameter -> whether a moment is all zeros, bool [] or [layers or tokens]."""
+        zeros = {}
+        for name, own in self.moments.items():
+            arrays = {moment: self.stored.read(moment) for moment in own}
+            shape = tuple(self.entries[self.stored_as(name)]["shape"])
+            zeros[name] = zero_moments(arrays, name, shape, len(self.tokens))
+        return zeros
+
     def stored_as(self, parameter: str) -> str:
         """Return a parameter's name in the checkpoint; "" if the checkpoint lacks it."""
         names = (f"{self.item}/{parameter}", f"{GROUPS['model'].item}/{parameter}")
@@ -105,29 +135,26 @@ def _check_arrays(trained: Trained) -> Check:
 
 def _check_moments(trained: Trained) -> Check:
     """Check that optimizer moments exist and are nonzero, and that updates were counted."""
-    item = "opt_state"
-    names = [name for name in trained.entries if pytree.under(name, [item])]
-    moved = [name for name, update in trained.updates.items() if update == "gradient"]
     state = trained.parts.without_base(trained.parts.abstract_state())
     problems = [
         f"{leaf.name} is missing."
         for leaf in pytree.leaves_of(state)
-        if leaf.item == item and leaf.name not in trained.entries
+        if leaf.item == "opt_state" and leaf.name not in trained.entries
     ]
-    count = 0
-    for name in moved:
-        own = moments_of(name, names)
-        count += len(own)
-        arrays = {moment: trained.stored.read(moment) for moment in own}
-        shape = tuple(trained.entries[trained.stored_as(name)]["shape"])
-        zeros = zero_moments(arrays, name, shape)
-        problems += [f"{text} received no gradient." for text in layer_names(name, zeros)]
-    for name in names:
-        if name.endswith("/count"):
+    tokens = trained.tokens
+    problems += [f"{text} received no gradient." for text in names_of(trained.zeros, tokens)]
+    for name in trained.entries:
+        if pytree.under(name, ["opt_state"]) and name.endswith("/count"):
             value = int(trained.stored.read(name))
             if not 0 < value <= trained.step:
                 problems.append(f"{name} is {value} after {trained.step} steps.")
-    text = f"{count} moments of {len(moved)} trained parameters, none zero in any layer"
+    count = sum(map(len, trained.moments.values()))
+    text = f"{count} moments of {len(trained.moments)} trained parameters, none zero in any layer"
+    if unused := [tokens[i] for i in np.flatnonzero(unused_inputs(trained.zeros))]:
+        text += (
+            f"; the input rows of tokens {', '.join(map(str, unused))} had no gradient, which is "
+            "correct if they are never an input before a learned token"
+        )
     if not count:
         return Check(name="gradients", summary="the optimizer has no moments", is_done=False)
     return Check(name="gradients", summary=text if not problems else "", problems=problems)
@@ -144,6 +171,7 @@ def _check_changes(trained: Trained) -> list[Check]:
         return [Check(name="changes", summary=text, is_done=False)]
     before = named(start)
     problems, counts = [], {"changed": 0, "frozen": 0}
+    unchanged: dict[str, np.ndarray] = {}
     optim = trained.parts.config.optim
     for name, array in before.items():
         update = trained.updates[name]
@@ -153,13 +181,22 @@ def _check_changes(trained: Trained) -> list[Check]:
             counts["frozen"] += 1
             continue
         now = jnp.asarray(trained.stored.read(stored))
-        changed = np.asarray(_changed(array, now, name.partition("/")[0] == LAYERS))
+        split = has_parts(name, now.shape, len(trained.tokens))
+        changed = np.asarray(_changed(array, now, split))
         counts["frozen" if stands_still else "changed"] += 1
         if stands_still:
-            texts = layer_names(name, changed)
+            texts = part_names(name, changed, trained.tokens)
             problems += [f"{text} is not trained, but differs from its start." for text in texts]
         else:
-            problems += [f"{text} did not change." for text in layer_names(name, ~changed)]
+            unchanged[name] = ~changed
+    if INPUT_ROWS in unchanged:  # without moments, zeros are False
+        idle = trained.zeros[INPUT_ROWS] | (not trained.moments[INPUT_ROWS])
+        unchanged[INPUT_ROWS] &= ~(unused_inputs(unchanged) & idle)
+    problems += [
+        f"{text} did not change."
+        for name, flags in unchanged.items()
+        for text in part_names(name, flags, trained.tokens)
+    ]
     text = f"{counts['changed']} trained parameters changed in every layer"
     text += f", {counts['frozen']} frozen ones kept every bit" if counts["frozen"] else ""
     checks = [Check(name="changes", summary=text if not problems else "", problems=problems)]
