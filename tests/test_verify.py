@@ -72,7 +72,7 @@ def verify(capsys, run, export=None, **more):
     return code, {check["name"]: check["problems"] for check in result["checks"]}
 
 
-def rewrite(run, change, step=STEPS):
+def rewrite(run, change, step=STEPS, checksums=True):
     source = StoredArrays(run / "checkpoints" / str(step))
     arrays = {name: source.read(name) for name in source.entries}
     document, entries = source.document, source.entries
@@ -81,6 +81,8 @@ def rewrite(run, change, step=STEPS):
     for name, x in arrays.items():
         x = np.asarray(x)
         writer.write(name, entries[name], x.shape, [(tuple(slice(0, n) for n in x.shape), x)])
+        if not checksums:  # keep those of the devices
+            writer.entries[name]["checksum"] = entries[name]["checksum"]
     writer.finish(document["meta"])
 
 
@@ -174,6 +176,14 @@ def test_a_fault_in_the_checkpoint_is_named(copied, capsys, faults):
     assert code == 1
     for check, facts in expected.items():
         assert all(fact in " ".join(problems[check]) for fact in facts), problems
+
+
+def test_a_moment_that_differs_from_the_devices_is_named(copied, capsys):
+    run = copied("full")
+    (moment,) = (n for n in StoredArrays(run / "checkpoints" / "6").entries if f"nu/{UP}" in n)
+    rewrite(run, set_value(moment, 7.0), checksums=False)
+    code, problems = verify(capsys, run)
+    assert code == 1 and moment in " ".join(problems["checkpoint"])
 
 
 def test_a_layer_that_keeps_its_first_weights_is_named(copied, capsys):
@@ -288,6 +298,23 @@ def test_a_fault_in_an_export_is_named(made, copied, capsys, faults):
         assert all(fact in " ".join(problems[check]) for fact in facts), problems
 
 
+@pytest.mark.slow
+def test_an_expert_that_a_converter_drops_is_named(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "hf"
+    experts = ["--model.num_experts=4", "--model.experts_per_token=2", "--model.qk_norm=head"]
+    job = tiny(f"--train.steps={STEPS}", "--eval.final_max_batches=1", *experts)
+    assert run_here("train", *job, "--run-dir", run) == 0
+    assert convert(["to-hf", str(run), str(out)]) == 0
+    assert verify(capsys, run, out)[0] == 0
+    down = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    edit_tensors(down.format(3), lambda values, _: values[down.format(2)])(out)
+    code, problems = verify(capsys, run, out)
+    assert code == 1 and "layers/mlp/down of layer 1" in " ".join(problems["values"])
+    edit_tensors(down.format(3), lambda *_: None)(out)
+    code, problems = verify(capsys, run, out)
+    assert code == 1 and down.format(3) in " ".join(problems["export"])
+
+
 def test_the_base_instead_of_merged_weights_is_named(made, capsys):
     code, problems = verify(capsys, made / "adapted", made / "hf")
     assert code == 1 and any(UP in line for line in problems["values"])
@@ -326,6 +353,9 @@ def test_rows_of_tokens_that_are_never_an_input_are_no_fault(made, tmp_path, cap
     capsys.readouterr()
     assert run_here("verify.__main__", run) == 0
     assert f"the input rows of tokens {end} had no gradient" in capsys.readouterr().out
+
+    assert convert(["merge", str(run), str(tmp_path / "merged")]) == 0
+    assert verify(capsys, run, tmp_path / "merged")[0] == 0  # rows keep float32 next to bf16
 
     def lose_head_row(arrays):
         start = leaves_of(open_run(run).parts.start_params())["head/kernel/rows"]

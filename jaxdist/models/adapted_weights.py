@@ -285,4 +285,6 @@ def complete(weight: Any, context: Context) -> Array:
     """Return this device's table [vocab, d_model] or kernel [d_model, vocab] as an array."""
     if not isinstance(weight, TokenRows):
         return weight
+    # Generation reads stored weights, whose dtype would round the rows.
+    weight = dataclasses.replace(weight, base=weight.base.astype(context.dtype))
     return weight.complete(context.tensor_index() * weight.base.shape[weight.dim])
