@@ -121,7 +121,7 @@ class AttentionMask:
     Attributes:
         causal: a query sees the keys up to its own position.
         sliding_window: number of newest keys that a query sees, including its own; 0 = all.
-        segments: int32 [batch, seq], document ids of packed rows; a query sees its own; None = one.
+        segments: int32 [batch, seq], documents of packed rows; a query sees its own; None = one.
         query_positions: int32 [batch, queries], index of each query among the keys; None = queries
             and keys have the same positions 0, 1, ...
         full_every: the last layer of each group of this many layers has no window; 0 = none.

@@ -79,7 +79,7 @@ def _insert(axes: Params, grads: Params, values: Params, update: Update) -> Para
 
 
 def mask(axes: Params, grads: Params) -> Params:
-    """Return gradients [...] with zeros for running averages, as input of the optimizer."""
+    """Return gradients [...] with zeros for averages and increments, as optimizer input."""
     zero = lambda dims, g: g if dims.update == "gradient" else collectives.zeros_like(g)
     return jax.tree.map(zero, axes, grads)
 

@@ -102,7 +102,7 @@ class ModelCosts:
         return self.job.micro_rows * self.job.trace.layer.kept_bytes
 
     def kept_outside(self) -> float:
-        """Return the bytes of residuals outside the layers; 0 if `head_parts` counts them."""
+        """Return the bytes of residuals outside the layers."""
         return self.job.micro_rows * self.job.trace.rest.kept_bytes
 
     def saved_by_fp8(self) -> float:
