@@ -81,7 +81,7 @@ def run(
             seq_len=config.train.seq_len,
             seed=config.seed,
             python_source=program.rows,
-            global_batch_size=config.train.global_batch_size,
+            samples_before=config.train.samples_before,
             num_labels=config.num_labels,
         )
     )

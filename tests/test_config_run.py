@@ -286,7 +286,7 @@ NUM_SETTINGS = {
     "lora": 8,
     "mesh": 4,
     "pipeline": 3,  # layers_per_stage: stages of unequal depth
-    "train": 10,  # epochs: the length in passes over the data
+    "train": 12,  # epochs: length in passes over the data; schedules of batch and rows
     "objective": 7,  # teacher: the model to distill; factors of the labels of kto
     "optim": 17,
     "precision": 3,

@@ -60,7 +60,7 @@ def test_stages_by_size_are_one_shuffled_pass():
 
 def opened(**settings):
     config = DataConfig(tokenizer="bytes", eval_fraction=0.0, **settings)
-    return open_datasets(config, seq_len=8, global_batch_size=BATCH)[0]
+    return open_datasets(config, seq_len=8, samples_before=lambda step: step * BATCH)[0]
 
 
 @pytest.fixture

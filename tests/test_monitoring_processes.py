@@ -56,7 +56,7 @@ def test_replica_comparison_counts_as_device_wait(blocking, expected):
         start=lambda step, state, *, force: clock.advance(0.5),
         result=lambda: clock.advance(0.25) and None,
     )
-    none = dict.fromkeys(("monitor", "watchdog", "guard", "checkpointer", "start_times"))
+    none = dict.fromkeys(("monitor", "watchdog", "guard", "checkpointer", "start_times", "parts"))
     reporter = StepReporter(timer=timer, sdc_check=replicas, **none)
     reporter._check_replicas()  # of the previous step
     reporter.start_check(7, None, force=True)

@@ -81,7 +81,7 @@ def write_run(path, lines, anomalies):
 def steps_before(run, step):
     done, loaders = [], []
 
-    def open_loader(dataset, position):
+    def open_loader(dataset, position, step):
         loaders.append(Batches(position))
         return loaders[-1]
 
@@ -91,6 +91,7 @@ def steps_before(run, step):
         open_loader=open_loader,
         step=SimpleNamespace(train=lambda state, batch, limit: (done.append((batch, limit)), 0)),
     )
+    parts.in_stage = lambda step: parts
     try:
         state_before(parts, None, run, step, read_history(run, step))
     except ConfigError as error:

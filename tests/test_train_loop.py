@@ -198,8 +198,10 @@ def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
     times = types.SimpleNamespace(last=lambda: 0.0, store=lambda seconds: None)
     monkeypatch.setattr(session_module, "CompileTimes", lambda parts: times)
     step = types.SimpleNamespace(compile=compile_step, seconds=1.0)
+    parts = types.SimpleNamespace(plan=types.SimpleNamespace(remat="none", platform="cpu"))
+    parts.in_stage = lambda step: parts
     session = types.SimpleNamespace(
-        parts=types.SimpleNamespace(plan=types.SimpleNamespace(remat="none", platform="cpu")),
+        parts=parts, stage=parts,
         budget=None, step=0, state=None, _compiled=False, train_step=step,
         timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
         checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),

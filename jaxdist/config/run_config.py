@@ -159,6 +159,7 @@ class RunConfig:
         if any(problems_of(getattr(self, n), n) for n in ("model", "train", "mesh", "pipeline")):
             return problems
         problems += self._lora_problems() + self._data_problems() + offload_problems(self)
+        problems += self._schedule_problems()
         problems += self.objective.run_problems(
             records=self.data.records,
             reads=self.model.reads,
@@ -182,7 +183,12 @@ class RunConfig:
     def remarks(self) -> list[str]:
         """Return one line for each legal but unusual setting, for the log at the start."""
         optim, steps = self.optim, self.train.steps
-        lines = []
+        lines = [
+            f"the stage of train.batch_schedule or train.seq_schedule after step {first} is not "
+            f"reached by train.steps={steps}"
+            for first, *_ in self.train.stages
+            if first >= steps and not self.train.epochs
+        ]
         if self.lora.rank and not self.init_from:
             lines.append("lora.rank without init_from: the frozen weights are random")
         if self.init_from and is_model(self.init_from):
@@ -241,7 +247,43 @@ class RunConfig:
             attention_dropout=source.attention_call.dropout,
         )
         problems = [*mesh_problems(spec, workload), *offload_mesh_problems(self, spec)]
-        return [*problems, *self._eval_problems(spec, workload)]
+        problems += self._eval_problems(spec, workload)
+        return problems or self._stage_problems(spec, model, workload.dims)
+
+    def _stage_problems(
+        self, spec: MeshSpec, model: Model | None, dims: Mapping[str, int]
+    ) -> list[str]:
+        """Return an error for each rule of a mesh that a shorter or smaller batch violates."""
+        problems = []
+        ways = spec[TENSOR] * spec[CONTEXT]
+        for stage in self.train.stages if len(self.train.stages) > 1 else ():
+            run = dataclasses.replace(self, train=self.train.in_stage(stage))
+            violated = run.mesh_problems(spec, model)
+            if dims and self.train.seq_len % ways == 0 and stage.seq_len % ways:
+                violated.append(
+                    f"mesh tp × cp = {ways} divides train.seq_len={self.train.seq_len} but not "
+                    f"{stage.seq_len}. Use lengths that are multiples of {ways}."
+                )
+            rows = f"{run.train.global_batch_size} rows of {stage.seq_len} tokens"
+            problems += [f"the stage after step {stage.first_step}, {rows}: {p}" for p in violated]
+        return problems
+
+    def _schedule_problems(self) -> list[str]:
+        """Return an error for each setting that needs rows of one length."""
+        data, train = self.data, self.train
+        reasons = {
+            f"model.kind={self.model.kind}": self.model.is_user_model or self.model.reads != "text",
+            f"data.records={data.records}": data.records != "text",
+            f"data.packing={data.packing}": data.packing == "best_fit",
+            f"data.sources={data.sources}": any(map(is_custom, data.sources)),
+            f"objective.teacher={self.objective.teacher}": bool(self.objective.teacher),
+        }
+        return [
+            f"train.seq_schedule with {name}: only texts of files, packed as stream or documents, "
+            "can be cut to shorter rows, and only for the models of this package. Leave out one."
+            for name, is_so in reasons.items()
+            if is_so and train.seq_schedule
+        ]
 
     def _eval_problems(self, spec: MeshSpec, workload: Workload) -> list[str]:
         """Return an error if an evaluation batch would split an example between replicas."""

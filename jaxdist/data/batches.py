@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.parallel.context import device_order, num_position_shards
 from jaxdist.core.types import Batch
-from jaxdist.data.packing import Fields, Rows, Spans, cut
+from jaxdist.data.packing import Fields, Rows, Spans, cut, divide_rows
 from jaxdist.settings import ConfigError
 
 Dataset: TypeAlias = Any
@@ -67,25 +67,34 @@ class TrainBatches(grain.MapDataset[Numbered]):
 
     def __init__(
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
-        start: int, left_out: Samples,
+        start: int, left_out: Samples, pieces: int = 1, num_batches: int = sys.maxsize,
     ):  # fmt: skip
-        """Start batch 0 at sample `start` and skip samples `left_out`; read nothing yet."""
+        """Start batch 0 at sample `start` and skip samples `left_out`; read nothing yet.
+
+        A batch has `batch_size` samples, each cut into `pieces` rows; `held` selects from these.
+        """
         super().__init__()
         # Drop the tokenizer from the copy sent to workers: reading rows does not use it.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
         self._order = dataset.order(seed, ahead=True)
         self._batch_size, self._held = batch_size, held
         self._start, self._left_out = start, left_out
+        self._pieces, self._num_batches = pieces, num_batches
 
     def __len__(self) -> int:
-        return sys.maxsize  # endless epochs
+        return self._num_batches
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # the batches of one worker process
             return self.slice(index)
         first = first_sample(index, self._batch_size, self._start, self._left_out)
-        chosen = self._order.rows(first + self._held.rows)
-        return first, self._dataset.rows(chosen, self._held.spans)
+        held, pieces = self._held, self._pieces
+        if pieces == 1:
+            return first, self._dataset.rows(self._order.rows(first + held.rows), held.spans)
+        samples = np.unique(held.rows // pieces)
+        rows = divide_rows(self._dataset.rows(self._order.rows(first + samples)), pieces)
+        own = np.searchsorted(samples, held.rows // pieces) * pieces + held.rows % pieces
+        return first, cut({name: x[own] for name, x in rows.items()}, held.spans)
 
 
 class EvalBatches(grain.MapDataset[Numbered]):

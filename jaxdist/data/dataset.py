@@ -209,13 +209,13 @@ def open_datasets(
     seq_len: int,
     seed: int = 0,
     python_source: Any = None,
-    global_batch_size: int = 0,
+    samples_before: Callable[[int], int] | None = None,
     num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
     """Return the sources as disjoint training and held-out data; None = nothing is held out.
 
     `num_labels` is that of the model, whose score head reads rows of complete records.
-    `global_batch_size` converts the steps of mixtures to samples. `seed` is passed to
+    `samples_before` converts the steps of mixtures to samples. `seed` is passed to
     a user's function; rows of files do not depend on it. `python_source` replaces the function
     that the source names.
     """
@@ -232,11 +232,10 @@ def open_datasets(
     train, held_out = opened
     if not config.stages:
         return train, held_out
-    if not global_batch_size:
-        raise ValueError("stages in data.mixture_weights need global_batch_size to open the data")
+    if samples_before is None:
+        raise ValueError("stages in data.mixture_weights need samples_before to open the data")
     stages = tuple(
-        MixtureStage(step * global_batch_size, parts, weights)
-        for step, parts, weights in config.stages
+        MixtureStage(samples_before(step), parts, weights) for step, parts, weights in config.stages
     )
     identity = _with_stages(train.identity, stages)
     return dataclasses.replace(train, stages=stages, weights=(), identity=identity), held_out

@@ -23,12 +23,14 @@ NUM_LINKS = 16
 class Link(NamedTuple):
     """One step of the chain: first sample and number of samples of its batch, and a digest.
 
-    `digest` has 32 hexadecimal digits; "" before the first step and for a stream.
+    `digest` has 32 hexadecimal digits; "" before the first step and for a stream. `pieces` is the
+    number of shorter rows into which each sample is cut.
     """
 
     first_sample: int = 0
     num_samples: int = 0
     digest: str = ""
+    pieces: int = 1
 
     @property
     def samples(self) -> np.ndarray:
@@ -36,9 +38,10 @@ class Link(NamedTuple):
         return np.arange(self.first_sample, self.first_sample + self.num_samples, dtype=np.int64)
 
 
-def digest_of(before: str, fingerprint: str, rows: np.ndarray) -> str:
+def digest_of(before: str, fingerprint: str, rows: np.ndarray, pieces: int = 1) -> str:
     """Return the digest of a step with rows int64 [batch] after the digest `before` ("" = none)."""
-    digest = hashlib.blake2b(f"{before} {fingerprint} ".encode(), digest_size=16)
+    cut = f"{pieces} pieces " if pieces > 1 else ""
+    digest = hashlib.blake2b(f"{before} {fingerprint} {cut}".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(rows, "<i8").tobytes())
     return digest.hexdigest()
 
@@ -58,13 +61,13 @@ class Ledger:
         self._cached_rows = np.empty(0, np.int64)
         self._cached_from = 0
 
-    def append(self, first_sample: int, num_samples: int) -> None:
-        """Add the batch of the next step."""
-        link = Link(first_sample, num_samples)
+    def append(self, first_sample: int, num_samples: int, pieces: int = 1) -> None:
+        """Add the batch of the next step, whose samples are cut into `pieces`."""
+        link = Link(first_sample, num_samples, pieces=pieces)
         if self._order is not None:
             rows = self._rows(link)
             fingerprint = self._fingerprint_at(first_sample + num_samples - 1)
-            digest = digest_of(self.links[-1].digest, fingerprint, rows)
+            digest = digest_of(self.links[-1].digest, fingerprint, rows, pieces)
             link = link._replace(digest=digest)
         self.links = (*self.links[-NUM_LINKS:], link)
 
@@ -90,6 +93,7 @@ def first_mismatch(
     """
     for index, (before, link) in enumerate(itertools.pairwise(links), start=1):
         fingerprint = fingerprint_at(link.first_sample + link.num_samples - 1)
-        if link.digest != digest_of(before.digest, fingerprint, rows_of(link.samples)):
+        rows = rows_of(link.samples)
+        if link.digest != digest_of(before.digest, fingerprint, rows, link.pieces):
             return index
     return None

@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.axis import axes_of
+from jaxdist.core.step.shapes import BatchStage, stage_at
 from jaxdist.core.types import Batch
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.ledger import Ledger, Link, first_mismatch
@@ -41,6 +42,7 @@ class Position:
 
     Attributes:
         sample: first sample of the next batch.
+        step: number of steps before it, which selects the stage of a run with stages.
         left_out: samples [first, end) to skip.
         iterators: states of a stream's readers, by shard; None = at its start, or random access.
         ledger: the newest links of the data ledger, oldest first.
@@ -50,6 +52,7 @@ class Position:
     left_out: tuple[tuple[int, int], ...] = ()
     iterators: tuple[dict[str, Any], ...] | None = None
     ledger: tuple[Link, ...] = (Link(),)
+    step: int = 0
 
 
 class Loader:
@@ -70,6 +73,7 @@ class Loader:
         seed: int,
         sharding: NamedSharding,
         start: Position = Position(),
+        stages: Sequence[BatchStage] = (),
         prefetch: int = 2,
         num_workers: int = 0,
         add_fields: Callable[[Batch], Batch] = lambda batch: batch,
@@ -78,43 +82,61 @@ class Loader:
 
         `sharding` is the sharding of rows and, if devices share rows, of positions. `start` is a
         result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
-        `add_fields` maps each batch [global_batch_size, ...] to one with more fields.
+        `add_fields` maps each batch [global_batch_size, ...] to one with more fields. `stages`
+        are those of the run, if batch size or length of rows change.
         """
-        # Importing grain takes 0.2 s, which commands without data avoid.
-        from jaxdist.data.batches import TrainBatches, device_placer, part_held, read_ahead
-
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
         self.wait_s, self.first_sample = 0.0, start.sample
         self.left_out = tuple((int(first), int(end)) for first, end in start.left_out)
-        self._dataset, self._seed, self._batch_size = dataset, seed, global_batch_size
+        self._dataset, self._seed, self._prefetch = dataset, seed, prefetch
+        self._sharding, self._num_workers, self._add_fields = sharding, num_workers, add_fields
+        self._stages = stages or [BatchStage(0, 0, global_batch_size, 1)]
         self._fingerprint = dataset.fingerprint
         self._order = None if isinstance(dataset, StreamDataset) else dataset.order(seed)
         fingerprint_at = getattr(dataset, "fingerprint_at", lambda sample: "")
         self.ledger = Ledger(start.ledger, fingerprint_at, self._order)
-        self._next_sample, self._num_workers = start.sample, num_workers
+        self._step, self._next_sample = start.step, start.sample
         self._failure: Exception | None = None
-        self._add_fields = add_fields
-        held = part_held(sharding, global_batch_size, dataset.fields)
         self._shard = (0, 1)
-        state = None
+        self._iterator_state: Any = None
         if isinstance(dataset, StreamDataset):
             self._shard = dataset.shard(sharding, global_batch_size)
-            state = _own_state(start.iterators, self._shard)
+            self._iterator_state = _own_state(start.iterators, self._shard)
+        self._open_stage()
+
+    def _open_stage(self) -> None:
+        """Start reading the batches of the current stage ahead."""
+        # Importing grain takes 0.2 s, which commands without data avoid.
+        from jaxdist.data.batches import TrainBatches, device_placer, part_held, read_ahead
+
+        stage, dataset = stage_at(self._stages, self._step), self._dataset
+        later = (one.first_step for one in self._stages if one.first_step > self._step)
+        self._last_step = min(later, default=sys.maxsize)
+        self._size, self._pieces = stage.batch_size, self._stages[-1].seq_len // stage.seq_len
+        fields = dataset.fields
+        if self._pieces > 1:
+            fields = {name: ((stage.seq_len,), dtype) for name, (_, dtype) in fields.items()}
+        rows = self._size * self._pieces
+        held = part_held(self._sharding, rows, fields)
+        if isinstance(dataset, StreamDataset):
+            state = self._iterator_state
             batches: Any = dataset.batches(
-                global_batch_size, held, self._shard,
-                start=start.sample, left_out=self.left_out, num_workers=num_workers,
+                rows, held, self._shard,
+                start=self._next_sample, left_out=self.left_out, num_workers=self._num_workers,
             )  # fmt: skip
         else:
+            state = None
             batches = TrainBatches(
-                dataset, seed, global_batch_size, held,
-                start=start.sample, left_out=self.left_out,
+                dataset, self._seed, self._size, held,
+                start=self._next_sample, left_out=self.left_out,
+                pieces=self._pieces, num_batches=self._last_step - self._step,
             )  # fmt: skip
         self._batches: Any = read_ahead(
             batches,
-            device_placer(dataset.fields, global_batch_size, held, sharding),
-            prefetch=prefetch,
-            num_workers=num_workers,
+            device_placer(fields, rows, held, self._sharding),
+            prefetch=self._prefetch,
+            num_workers=self._num_workers,
             state=state,
         )
         self._iterator_state = self._batches.get_state()
@@ -128,14 +150,18 @@ class Loader:
             raise self._failure
         start = time.perf_counter()
         try:
+            if self._step == self._last_step:
+                self._close_batches()
+                self._open_stage()
             self.first_sample, batch = next(self._batches)
         except Exception as error:
             self._failure = error
             raise
         self.wait_s = time.perf_counter() - start
         self._iterator_state = self._batches.get_state()
-        self._next_sample = self.first_sample + self._batch_size
-        self.ledger.append(self.first_sample, self._batch_size)
+        self._step += 1
+        self._next_sample = self.first_sample + self._size
+        self.ledger.append(self.first_sample, self._size, self._pieces)
         return self._add_fields(batch)
 
     def state(self, *, everywhere: bool = True) -> dict[str, Any]:
@@ -168,22 +194,31 @@ class Loader:
         return self.ledger.links[-1].digest
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the row numbers of the batch at `first_sample`; for a stream, sample numbers."""
-        samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
+        """Return the row numbers of a recent batch; for a stream, sample numbers."""
+        links = (one for one in reversed(self.ledger.links) if one.first_sample == first_sample)
+        samples = next(links).samples
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def sources(self, link: Link) -> list[str]:
-        """Return the source of each row of a batch; [] for a single source or a stream."""
+        """Return the source of each row of a batch, [] for a single source or a stream.
+
+        A sample that is cut into shorter rows has its source once for each of them.
+        """
         if self._order is None or not isinstance(self._dataset, Dataset):
             return []
         names = self._dataset.names
         if len(names) < 2:
             return []
         parts, _ = self._dataset.part_of(self._order.rows(link.samples))
-        return [names[part] for part in parts.tolist()]
+        return [names[part] for part in parts.repeat(link.pieces).tolist()]
 
     def close(self) -> None:
         """Stop the thread and the workers, and free the prefetched batches; idempotent."""
+        self._close_batches()
+        if self._failure is None:
+            self._failure = RuntimeError("the loader is closed")
+
+    def _close_batches(self) -> None:
         if self._batches is None:
             return
         # Closing waits for the current read, which never ends if the file system hangs.
@@ -191,8 +226,6 @@ class Loader:
         closing.start()
         closing.join(_CLOSE_S + _CLOSE_WORKER_S * self._num_workers)
         self._batches = None
-        if self._failure is None:
-            self._failure = RuntimeError("the loader is closed")
 
 
 def eval_batches(

@@ -55,6 +55,19 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
     return {name: part(x) if x.ndim > 1 else x for name, x in rows.items()}
 
 
+def divide_rows(rows: Rows, pieces: int) -> Rows:
+    """Cut windows [n, seq] into equal parts [n * pieces, seq / pieces], as windows of that length.
+
+    Segments and positions count from the start of a part.
+    """
+    rows = {name: x.reshape(len(x) * pieces, -1) for name, x in rows.items()}
+    if "segments" in rows:
+        first = rows["segments"][:, :1]
+        before = np.where(rows["segments"] == first, rows["positions"][:, :1], 0)
+        rows |= {"positions": rows["positions"] - before, "segments": rows["segments"] - first + 1}
+    return rows
+
+
 def gather_rows(numbers: np.ndarray, read: Callable[[int, np.ndarray], Rows]) -> Rows:
     """Return rows of several parts in the requested order: name -> [n, ...].
 

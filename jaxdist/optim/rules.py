@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -170,13 +170,19 @@ WSD_DECAY_RATIO = 0.2
 
 
 def make_lr_schedule(
-    config: OptimConfig, *, total_steps: int, global_batch_size: int
+    config: OptimConfig,
+    *,
+    total_steps: int,
+    global_batch_size: int,
+    batches: Sequence[tuple[int, int]] = (),
 ) -> LrSchedule:
     """Make the function from steps to learning rates.
 
     Warmup is linear and never 0: step s of w has peak * (s + 1) / (w + 1). After the decay the rate
     stays at `min_lr_ratio * peak`. Steps count from 0 to `total_steps` - 1. The function maps int32
-    steps, scalar or array, to float32 rates.
+    steps, scalar or array, to float32 rates. If the batch changes, `batches` are pairs (number of
+    steps before it, rows), in order: `lr_scaling` multiplies the rate by a factor of these rows in
+    place of `global_batch_size`.
 
     References:
         cosine: Loshchilov and Hutter, "SGDR", 2017, without restarts.
@@ -184,7 +190,8 @@ def make_lr_schedule(
         linear scaling: Goyal et al., "Accurate, Large Minibatch SGD", 2017; square root:
         Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
-    peak = config.peak_lr * _lr_scale(config, global_batch_size)
+    first, *others = batches or [(0, global_batch_size)]
+    peak = config.peak_lr * _lr_scale(config, first[1])
     floor = peak * config.min_lr_ratio
     warmup = config.warmup_steps
     start, decay = _decay_span(config, total_steps)
@@ -200,7 +207,12 @@ def make_lr_schedule(
         else:
             remaining = 1.0 - progress
         decayed = floor + (peak - floor) * remaining
-        return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), decayed)
+        rate = jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), decayed)
+        factor = jnp.ones_like(rate)
+        for begin, rows in others:
+            scale = _lr_scale(config, rows) / _lr_scale(config, first[1])
+            factor = jnp.where(step >= begin, scale, factor)
+        return rate * factor if others else rate
 
     return lr
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import NotCompiled
 from jaxdist.plan.estimate.search import Candidate, why_not
-from jaxdist.plan.planner import CompilerCheck, Plan
+from jaxdist.plan.planner import CompilerCheck, Plan, stages_of
 
 _MEMORY = (
     *("parts", "total_bytes", "state_bytes", "temporary_bytes", "host_bytes", "disk_bytes"),
@@ -68,6 +68,15 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                     "why_not": why_not(choice, best) if best is not None else "",
                 }
                 for choice in plan.search.choices
+            ],
+            "stages": [
+                {
+                    **stage._asdict(),
+                    "total_bytes": run.memory.total_bytes,
+                    "fits": run.fits,
+                    **_step(run),
+                }
+                for stage, run in stages_of(plan.choice)
             ],
             "refused": [
                 {"mesh": str(spec), "problem": problem}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxdist.core import matmul
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.step.shapes import BatchStage
 from jaxdist.core.types import Model, rows_per_example
 from jaxdist.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
@@ -91,8 +93,9 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if `total_bytes` are at most the usable bytes of a GPU."""
-        return self.total_bytes <= self.choice.usable_bytes
+        """True if `total_bytes` are at most the usable bytes of a GPU, as are those of stages."""
+        fits = self.total_bytes <= self.choice.usable_bytes
+        return fits and all(stage.fits for _, stage in stages_of(self.choice)[:-1])
 
 
 def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
@@ -211,15 +214,39 @@ def price_run(
         storage_bytes_per_s=storage_rate(config.storage_gb_per_s * 1e9, cluster),
         restart_s=_restart(config, choice).after_failure_s if restart_s < 0 else restart_s,
     )
-    gpu = cluster.gpu
+    gpu, train = cluster.gpu, config.train
+    tokens = config.tokens or float(train.samples_before(train.steps) * job.seq_len)
     cost = run_cost(
-        tokens=config.tokens or float(config.train.steps * job.tokens_per_step),
-        tokens_per_s=choice.time.tokens_per_s,
+        tokens=tokens,
+        tokens_per_s=tokens / _seconds(choice, tokens),
         num_gpus=cluster.num_gpus,
         price=gpu.spot_price_per_hour if spot else gpu.price_per_hour,
         lost=checkpoints.lost,
     )
     return checkpoints, cost
+
+
+def stages_of(choice: Candidate) -> list[tuple[BatchStage, Candidate]]:
+    """Return each stage of `train.batch_schedule` and `seq_schedule`, and the run in it.
+
+    The last one is `choice`, the only one of a run without schedules.
+    """
+    train, job = choice.job.config.train, choice.job
+    stages = []
+    for stage in train.stages[:-1]:
+        config = dataclasses.replace(job.config, train=train.in_stage(stage))
+        stages.append((stage, Candidate.of(dataclasses.replace(job, config=config))))
+    return [*stages, (train.stages[-1], choice)]
+
+
+def _seconds(choice: Candidate, tokens: float) -> float:
+    """Return the seconds of a run of `tokens` without failures."""
+    stages, seconds = stages_of(choice), 0.0
+    ends = [stage.first_sample * choice.job.seq_len for stage, _ in stages[1:]]
+    for (stage, run), end in zip(stages, [*ends, math.inf], strict=True):
+        done = min(tokens, end) - stage.first_sample * choice.job.seq_len
+        seconds += max(0.0, done) / run.time.tokens_per_s
+    return seconds
 
 
 def survivable_losses(

@@ -19,7 +19,7 @@ from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
-from jaxdist.plan.planner import Plan
+from jaxdist.plan.planner import Plan, stages_of
 from jaxdist.runtime.backend import PINNED_LIMIT_GIB, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
@@ -40,6 +40,7 @@ def text_of(plan: Plan, advice: Sequence[Advice], *, top: int) -> str:
         _verdict(plan),
         _section("memory of one GPU", _memory(plan)),
         _section("one step", _time(plan)),
+        _section("stages of train.batch_schedule and train.seq_schedule", _stages(plan)),
         _section("traffic of one GPU in a step", _traffic(plan)),
         _section(f"the run: {in_si(plan.on_demand.tokens)} {_unit(plan)}", _money(plan)),
         _section("meshes", _meshes(plan, top)),
@@ -150,6 +151,18 @@ def _time(plan: Plan) -> Iterable[str]:
         for name, seconds in parts
         if seconds >= 0.002 * time.seconds
     )
+
+
+def _stages(plan: Plan) -> Iterable[str]:
+    stages = stages_of(plan.choice)
+    for stage, run in stages if len(stages) > 1 else ():
+        train = run.job.config.train
+        does = "" if run.fits else ", DOES NOT FIT"
+        yield (
+            f"  after step {stage.first_step:,}: {train.global_batch_size:,} rows of "
+            f"{train.seq_len:,} tokens, {run.job.num_microbatches} microbatches, "
+            f"{in_bytes(run.memory.total_bytes)}, {run.time.seconds:.3g} s a step{does}"
+        )
 
 
 def _traffic(plan: Plan) -> Iterable[str]:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from jaxdist.config import RunConfig
+from jaxdist.core.step.shapes import steps_for
 from jaxdist.core.types import rows_per_example
 from jaxdist.data import Dataset, TrainData
 from jaxdist.run.setup import Parts
@@ -29,7 +30,7 @@ def check_passes(config: RunConfig, dataset: TrainData) -> None:
     order = dataset.order(config.seed)
 
     def exceeded(steps: int) -> list[tuple[str, float, float]]:
-        passes = order.passes(steps * train.global_batch_size)
+        passes = order.passes(train.samples_before(steps))
         sources = zip(config.data.sources, passes, limits, strict=True)
         return [one for one in sources if one[1] > one[2]]
 
@@ -90,9 +91,10 @@ def with_steps(config: RunConfig, data: Any) -> RunConfig:
             f"train.epochs={train.epochs:g} with data.sources={config.data.sources}, a stream "
             "without a number of rows. Set train.steps."
         )
-    steps = max(1, math.ceil(train.epochs * data.num_rows / train.global_batch_size))
+    steps = max(1, steps_for(train.stages, math.ceil(train.epochs * data.num_rows)))
     log.info(
-        "train.epochs=%g takes %d steps of %d rows, with %d training rows",
-        train.epochs, steps, train.global_batch_size, data.num_rows,
+        "train.epochs=%g takes %d steps of %s%d rows, with %d training rows",
+        train.epochs, steps, "up to " * (len(train.stages) > 1), train.global_batch_size,
+        data.num_rows,
     )  # fmt: skip
     return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps, epochs=0.0))

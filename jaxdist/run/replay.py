@@ -50,8 +50,8 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         batch = next(loader)
         history.check(step, loader.first_sample, loader.digest)
         rows = loader.rows(loader.first_sample)
-        again = [_once(parts, state, batch) for _ in range(_TIMES)]
-        later = (_once(parts, state, batch) for batch in loader)
+        again = [_once(parts.in_stage(step - 1), state, batch) for _ in range(_TIMES)]
+        later = (_once(parts.in_stage(n), state, batch) for n, batch in enumerate(loader, step))
         following = next(filter(None, later)) if anomaly is not None else None
     log.info("digest of the step plan: %s", parts.plan.digest)
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
@@ -205,13 +205,14 @@ def state_before(
     checkpointer.close()
     log.info("replaying step %d of %s from the state after step %d", step, run.path, done)
     left_out = dict.fromkeys((*position.left_out, *history.left_out))
-    loader = parts.open_loader(dataset, dataclasses.replace(position, left_out=tuple(left_out)))
+    position = dataclasses.replace(position, left_out=tuple(left_out))
+    loader = parts.open_loader(dataset, position, done)
     with contextlib.ExitStack() as stack:
         stack.callback(loader.close)
         for past in range(done + 1, step):
             batch = next(loader)
             history.check(past, loader.first_sample, loader.digest)
-            state, _ = parts.step.train(state, batch, history.limit(past))
+            state, _ = parts.in_stage(past - 1).step.train(state, batch, history.limit(past))
         stack.pop_all()
     return state, loader, done
 

@@ -34,7 +34,7 @@ from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 from jaxdist.run.start_checks import nonfinite_names
-from jaxdist.run.startup import Samples, announce, restore_or_init
+from jaxdist.run.startup import Samples, announce, batch_shape, restore_or_init
 from jaxdist.run.step_report import StepReporter
 from jaxdist.run.task_evaluation import task_metrics
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
@@ -117,6 +117,7 @@ class Session:
                 log.warning("eval.patience has no effect: there are no held-out rows")
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.train_step = CompileTracker(parts.step.train, name="train step")
+            self.stage = parts
             if budget is not None and "memory" not in self.config.override:
                 self._compile_to_fit(budget)
             self.state, self.step, self.loader = self._restore()
@@ -131,10 +132,7 @@ class Session:
                     run,
                     total_steps=self.config.train.steps,
                     start_step=self.step,
-                    flops_per_token={
-                        name: count * parts.tokens_per_unit
-                        for name, count in parts.model.flops_per_token.items()
-                    },
+                    flops_per_token=parts.flops_per_unit,
                     unit=parts.unit,
                     compute_dtype=str(parts.plan.compute_dtype),
                     devices=jax.devices(),
@@ -152,6 +150,7 @@ class Session:
             # On CPU devices a dispatch waits for the previous step.
             self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
             self.train_step = self.monitor.track_compiles(self.train_step, "train step")
+            self._train_steps = {id(self.parts): self.train_step}
             if self._compiled:
                 self._finish_preflight()
             self._commit(program, job)
@@ -164,6 +163,7 @@ class Session:
             sdc_check=self.sdc_check,
             checkpointer=self.checkpointer,
             start_times=self._times,
+            parts=self.parts,
         )
 
     def __enter__(self) -> Session:
@@ -222,6 +222,8 @@ class Session:
         call may compile, and call number `FIRST_STEPS` waits for the devices.
         """
         limit = self.guard.update_limit(self.step + 1)
+        if (stage := self.parts.in_stage(self.step)) is not self.stage:
+            self._start_stage(stage, batch, limit)
         if not self._compiled:
             self._times.mark("setup")
             self.timer.dispatch(self._compile, self.state, batch, limit)
@@ -232,6 +234,20 @@ class Session:
         if self.step == self._checked_step:
             self._warn_without_gradient()
         return metrics
+
+    def _start_stage(self, stage: Parts, batch: Batch, limit: float) -> None:
+        """Train with batches of another shape from now on; compile their step at its first use."""
+        self.stage = stage
+        shape = batch_shape(stage.config.train)
+        text = f"batches of {shape} from step {self.step + 1} on"
+        self.monitor.event("batch_stage", step=self.step, message=text)
+        if id(stage) not in self._train_steps:
+            step = CompileTracker(stage.step.train, name=f"train step for {shape}")
+            self._train_steps[id(stage)] = self.monitor.track_compiles(step)
+        self.train_step = self._train_steps[id(stage)]
+        if self._compiled and not self.train_step.count:
+            with self.phase("compile"):
+                self._compile(self.state, batch, limit)
 
     def _warn_without_gradient(self) -> None:
         """Warn of parameters that have had no gradient so far; waits for the newest step."""
@@ -465,6 +481,7 @@ class Session:
             if budget is not self.budget:
                 self.budget, self.parts = budget, self.parts.within(budget)
                 self.train_step = CompileTracker(self.parts.step.train, name="train step")
+                self.stage = self.parts
             batch = self.parts.abstract_batch(self.train_data.fields)
             return self._compile(self.parts.step_state(), batch, math.inf)
 
@@ -475,16 +492,17 @@ class Session:
 
     def _compile(self, state: Any, batch: Mapping[str, Any], limit: float) -> Any:
         """Compile the step for arrays, or for their shapes; return its `memory_analysis()`."""
-        times = CompileTimes(self.parts)
+        times = CompileTimes(self.stage)
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
         with waiting(f"compiling the train step{took}"):
             compiled = self.train_step.compile(state, batch, limit)
-        stats, plan = compiled.memory_analysis(), self.parts.plan
+        stats, plan = compiled.memory_analysis(), self.stage.plan
         moves = offloaded_names(plan.remat) and plan.platform == "gpu"
         if moves and (problems := offload_problems(compiled)):
             raise ConfigError(problems)
-        if self.budget is not None and (warning := self.budget.compare(stats)):
+        budget = self.budget if self.stage is self.parts else None  # of the largest batch
+        if budget is not None and (warning := budget.compare(stats)):
             log.warning("%s", warning)
         self._compiled = True
         if self.run.is_writer:

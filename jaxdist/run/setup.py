@@ -44,6 +44,7 @@ from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Optimizer, Reports, Step, make_step
 from jaxdist.core.step.grouped_update import plan_groups
 from jaxdist.core.step.kernel_trial import check_kernel
+from jaxdist.core.step.shapes import stage_at
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_example
 from jaxdist.core.weights import GROUPS, base_of, frozen, trained
@@ -154,6 +155,36 @@ class Parts:
         """
         return Budget.of(self.config, self.spec, self.devices, self.model, host_of)
 
+    def in_stage(self, num_steps: int) -> Parts:
+        """Return the parts for the step that follows `num_steps` steps; their `step` is kept.
+
+        They have the settings of its stage and share everything else.
+        """
+        train = self.config.train
+        stage = stage_at(train.stages, num_steps)
+        if stage.shape == (train.global_batch_size, train.seq_len):
+            return self
+        if stage.shape not in self._in_stages:
+            config = dataclasses.replace(self.config, train=train.in_stage(stage))
+            model = self.model
+            if stage.seq_len != train.seq_len:
+                flops = config.build_model().flops_per_token
+                model = dataclasses.replace(model, flops_per_token=flops)
+            parts = dataclasses.replace(self, config=config, model=model, check=None)
+            parts = dataclasses.replace(parts, check=parts.compared_kernel())
+            vars(parts)["moments"] = self.moments  # one set of files
+            self._in_stages[stage.shape] = parts
+        return self._in_stages[stage.shape]
+
+    def compared_kernel(self) -> KernelCheck | None:
+        """Return how cuDNN's kernel compares with the reference; None if not used; collective."""
+        train, decide = self.config.train, coordination.decide_from
+        return check_kernel(self.model, self.layout, self.plan, train, decide)
+
+    @functools.cached_property
+    def _in_stages(self) -> dict[tuple[int, int], Parts]:
+        return {}
+
     def within(self, budget: Budget) -> Parts:
         """Return the parts with the remat policy of a memory budget; their step is rebuilt."""
         return dataclasses.replace(self, remat=budget.job.remat)
@@ -195,6 +226,12 @@ class Parts:
     def unit(self) -> str:
         """Unit of the step's `weight`: tokens, images, or examples of the objective."""
         return getattr(self.model.objective, "unit", self.model.unit)
+
+    @property
+    def flops_per_unit(self) -> dict[str, float]:
+        """FLOPs per item that `unit` counts, by convention; see `Model.flops_per_token`."""
+        flops = self.model.flops_per_token
+        return {name: count * self.tokens_per_unit for name, count in flops.items()}
 
     @property
     def tokens_per_unit(self) -> int:
@@ -348,14 +385,15 @@ class Parts:
         shardings = self.layout.shardings(self.layout.batch_specs(batch))
         return {name: x.update(sharding=shardings[name]) for name, x in batch.items()}
 
-    def open_loader(self, dataset: TrainData, start: Position) -> Loader:
-        """Return a loader of global batches on this mesh that starts at a position of the data."""
+    def open_loader(self, dataset: TrainData, start: Position, step: int) -> Loader:
+        """Return a loader that starts at a position of the data, after `step` steps."""
         return Loader(
             dataset,
             global_batch_size=self.config.train.global_batch_size,
             seed=self.config.seed,
             sharding=self.step.batch_sharding,
-            start=start,
+            start=dataclasses.replace(start, step=step),
+            stages=self.config.train.stages,
             num_workers=self.config.data.num_workers,
             add_fields=self.teacher,
         )
@@ -464,6 +502,7 @@ def assemble(
         config.optim,
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
+        batches=[(stage.first_step, stage.batch_size) for stage in config.train.stages],
     )
     return Parts(
         config=config,
@@ -485,10 +524,10 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 
     The kernel is used only if the check succeeds, and checked only if it is eligible.
     """
-    packed, train = "segments" in fields, parts.config.train
+    packed = "segments" in fields
     if packed != parts.packed:
         parts = dataclasses.replace(parts, packed=packed)
-    check = check_kernel(parts.model, parts.layout, parts.plan, train, coordination.decide_from)
+    check = parts.compared_kernel()
     return parts if check is None else dataclasses.replace(parts, check=check)
 
 

@@ -21,7 +21,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import describe_exchange, needs_step_sums
+from jaxdist.core.step import TrainConfig, describe_exchange, needs_step_sums
 from jaxdist.core.types import Array
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
@@ -183,7 +183,7 @@ def restore_or_init(
     early_stopping.restore(counts)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
-    loader = parts.open_loader(dataset, position)
+    loader = parts.open_loader(dataset, position, step)
     if chosen is None and not rolls_back:
         # Start it after the loader: importing grain temporarily replaces `__import__`, also for the
         # thread that traces the preflight's programs.
@@ -314,6 +314,12 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         model, parts.layout, plan, config.train.seq_len, position_ids=_position_ids(parts, data),
         windows=model.attention_call.windows, rows=rows // microbatches,
     )  # fmt: skip
+    if len(config.train.stages) > 1:
+        shapes = (
+            f"{batch_shape(config.train.in_stage(stage))} after step {stage.first_step}"
+            for stage in config.train.stages
+        )
+        notes.append(f"batches of {', '.join(shapes)}; the estimates are for the largest")
     notes += [parts.check.describe()] if parts.check is not None else []
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
@@ -362,10 +368,15 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     monitor.header(facts)
 
 
+def batch_shape(train: TrainConfig) -> str:
+    """Return rows and length of the batches of a stage as text."""
+    return f"{train.global_batch_size} rows of {train.seq_len} tokens"
+
+
 def _passes(config: RunConfig, data: TrainData) -> str:
     if not isinstance(data, Dataset) or data.streams:
         return ""
-    passes = config.train.steps * config.train.global_batch_size / data.num_rows
+    passes = config.train.samples_before(config.train.steps) / data.num_rows
     return f"; {passes:.2g} passes in {config.train.steps:,} steps"
 
 

@@ -16,6 +16,7 @@ from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped
 from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
+from jaxdist.run.setup import Parts
 from jaxdist.runtime import StartTimes
 
 
@@ -33,6 +34,7 @@ class StepReporter:
     sdc_check: SdcCheck
     checkpointer: Checkpointer
     start_times: StartTimes
+    parts: Parts
     _deferred: tuple[int, Metrics, Loader, Link] | None = dataclasses.field(
         default=None, init=False
     )
@@ -96,10 +98,23 @@ class StepReporter:
             device_wait_s=self.timer.device_wait_s,
             link=link,
             row_sources=row_sources,
+            stage=self._stage_of(step),
         )
         if not self.start_times.done:
             self._report_start(step)
         return values
+
+    def _stage_of(self, step: int) -> dict[str, Any]:
+        """Return rows, length and FLOPs of a step, if the run changes its batches."""
+        if len(self.parts.config.train.stages) == 1:
+            return {}
+        parts = self.parts.in_stage(step - 1)
+        train = parts.config.train
+        return {
+            "global_batch_size": train.global_batch_size,
+            "seq_len": train.seq_len,
+            "flops_per_token": parts.flops_per_unit,
+        }
 
     def _report_start(self, step: int) -> None:
         times = self.start_times

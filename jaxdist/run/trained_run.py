@@ -104,7 +104,7 @@ class TrainedRun:
             data = dataclasses.replace(data, sources=named, **made[0])
         _, held_out = open_datasets(
             data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows,
-            global_batch_size=config.train.global_batch_size, num_labels=config.num_labels,
+            samples_before=config.train.samples_before, num_labels=config.num_labels,
         )  # fmt: skip
         if held_out is None:
             raise ConfigError(
@@ -150,12 +150,14 @@ def open_run(
     model: Callable[[int], Model] | None = None,
     objective: Objective | None = None,
     rows: Any = None,
+    repeats_steps: bool = False,
 ) -> TrainedRun:
     """Return a run, opened to evaluate or generate on any mesh, device count or machine.
 
     `path` may be a checkpoint inside the run. The settings come from it, from the checkpoint
     of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the
-    real devices; `train` replaces settings of that section; `model`, `objective` and `rows` are as
+    real devices; `train` replaces settings of that section; `repeats_steps` keeps the schedules of
+    batches, which may be illegal on another mesh; `model`, `objective` and `rows` are as
     in `Program`.
     """
     run, named = run_at(path)
@@ -169,6 +171,7 @@ def open_run(
     # Evaluation has no microbatches; the training value may be illegal on another mesh.
     is_same = spec is not None and spec == config.mesh.spec and not train
     changes = {**(train or {}), **({} if is_same else {"num_microbatches": 0})}
+    changes |= {} if repeats_steps else {"batch_schedule": [], "seq_schedule": []}
     config = dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1"),

@@ -149,6 +149,7 @@ def _with_rows(config: FitConfig, parts: Parts) -> Parts:
     train, unit = parts.config.train, rows_per_example(parts.model.objective)
     count = train.num_microbatches if parts.spec[PIPELINE] > 1 else 1
     rows = config.rows * unit * count * parts.spec.num_replicas
+    train = dataclasses.replace(train, batch_schedule=[], seq_schedule=[])
     train = dataclasses.replace(train, global_batch_size=rows, num_microbatches=count)
     mesh = dataclasses.replace(parts.config.mesh, shape=str(parts.spec))
     changed = dataclasses.replace(parts.config, train=train, mesh=mesh)

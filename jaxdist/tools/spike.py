@@ -79,12 +79,13 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
     directory = RunDirectory.existing(config.run)
     history = read_history(directory, config.step)
     run = open_run(
-        config.run, step=max(0, config.step - 1), mesh=config.mesh, simulate=config.simulate
-    )
+        config.run, step=max(0, config.step - 1), mesh=config.mesh, simulate=config.simulate,
+        repeats_steps=True,
+    )  # fmt: skip
     settings = settings_before(run.path, config.step)
     opened, _ = open_datasets(
         settings.data, seq_len=settings.train.seq_len, seed=settings.seed,
-        global_batch_size=settings.train.global_batch_size, num_labels=settings.num_labels,
+        samples_before=settings.train.samples_before, num_labels=settings.num_labels,
     )  # fmt: skip
     if not isinstance(opened, Dataset):
         raise ConfigError(
@@ -98,7 +99,10 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
         batch = next(loader)
         history.check(config.step, loader.first_sample, loader.digest)
         numbers = np.array(loader.rows(loader.first_sample))
+    parts = parts.in_stage(config.step - 1)
     losses, weights, predicted = row_losses(parts, state.params, batch)
+    if len(losses) > len(numbers):  # shorter rows are parts of a row
+        losses, weights = (x.reshape(len(numbers), -1) for x in (losses, weights))
     recorded = history.recorded[config.step]
     return {
         "run": str(directory.path),

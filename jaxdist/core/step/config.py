@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Literal
 
+from jaxdist.core.step.shapes import BatchStage, samples_before, schedule_problems, stages_of
 from jaxdist.core.types import LAYER_INPUT, Offload
 from jaxdist.settings import setting
 
@@ -25,6 +27,21 @@ class TrainConfig:
         16, "rows of one optimizer step over all devices", ge=1, le=2**31
     )
     seq_len: int = setting(128, "number of tokens in a row (text only)", ge=1, le=2**31)
+    batch_schedule: list[str] = setting(
+        [],
+        "rows of a step that change during the run, as STEP:ROWS: the size after this many steps, "
+        "or TOKENStokens:ROWS, e.g. 0:64,1000:128,2e9tokens:256. It begins at 0 and ends with "
+        "train.global_batch_size, the largest. The learning rate remains a function of the step; "
+        "with optim.lr_scaling its factor follows the rows of the step. Smaller batches have "
+        "fewer microbatches, not smaller ones",
+    )
+    seq_schedule: list[str] = setting(
+        [],
+        "tokens of a row that change during the run, as STEP:TOKENS, e.g. 0:256,1000:512,4000:1024 "
+        "(or after a number of tokens, as in batch_schedule). It begins at 0 and ends with "
+        "train.seq_len, the largest, which all others divide. Shorter rows are equal parts of a "
+        "row: a step has as many more of them, so its tokens and learning rate do not change",
+    )
     num_microbatches: int = setting(
         0,
         "parts into which a device's rows are cut: their gradients are accumulated, and with "
@@ -76,6 +93,35 @@ class TrainConfig:
         """Return /DIR if `offload_optimizer` is disk:/DIR, else ""."""
         return self.offload_optimizer.partition(":")[2]
 
+    @functools.cached_property
+    def stages(self) -> list[BatchStage]:
+        """Return the stages of `batch_schedule` and `seq_schedule`; a single one without them."""
+        return stages_of(
+            self.batch_schedule, self.seq_schedule, self.global_batch_size, self.seq_len
+        )
+
+    def samples_before(self, num_steps: int) -> int:
+        """Return the number of samples, rows of `seq_len` tokens, in the first steps of the run."""
+        return samples_before(self.stages, num_steps)
+
+    def in_stage(self, stage: BatchStage) -> TrainConfig:
+        """Return the settings of one stage: its rows and length, and no schedule.
+
+        A device's microbatches have at most as many tokens as those of the largest batch.
+        """
+        rows = stage.batch_size * (self.seq_len // stage.seq_len)
+        count = -(-self.num_microbatches * stage.batch_size // self.global_batch_size)
+        while count and rows % count:
+            count += 1
+        return dataclasses.replace(
+            self,
+            global_batch_size=rows,
+            seq_len=stage.seq_len,
+            num_microbatches=count,
+            batch_schedule=[],
+            seq_schedule=[],
+        )
+
     @property
     def accumulation(self) -> int:
         """Return the number of microbatches of a step without pipeline stages."""
@@ -83,7 +129,9 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Return an error message for each violated rule of this section."""
-        problems = []
+        problems = schedule_problems(
+            self.batch_schedule, self.seq_schedule, self.global_batch_size, self.seq_len
+        )
         if not re.fullmatch("none|host|disk:/.*", self.offload_optimizer):
             problems.append(
                 f"train.offload_optimizer={self.offload_optimizer!r} is not none, host or "

@@ -7,6 +7,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxdist.config.monitoring import TENSORBOARD, MonitoringConfig, parse_profile_steps
@@ -140,6 +141,7 @@ class Monitor:
         device_wait_s: float | None = None,
         link: Link | None = None,
         row_sources: Sequence[str] = (),
+        stage: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Report step n−1 after dispatching step n, so that the devices never wait for the host.
 
@@ -147,7 +149,8 @@ class Monitor:
         which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
         loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
         both waits; None = the wait for the devices was not measured. `link` is the ledger entry;
-        `row_sources` are the sources of its rows, for loss and tokens of each source.
+        `row_sources` are the sources of its rows, for loss and tokens of each source. `stage` has
+        `global_batch_size`, `seq_len` and `flops_per_token` of the step if these change.
         Return the metrics as Python numbers; loss and gradient norm are None without labels.
         """
         metrics = dict(metrics)
@@ -166,6 +169,10 @@ class Monitor:
             self.run_summary.add_times(step_time_s, data_wait_s, device_wait_s)
             self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
         self._alerts.values(step, values)
+        shape = dict(stage)
+        self.throughput.flops_per_token = shape.pop(
+            "flops_per_token", self.throughput.flops_per_token
+        )
         on_log = step % self.config.log_interval_steps == 0 or self._steps_here == 1
         ends = step == self.total_steps
         rate = tokens / step_time_s
@@ -174,6 +181,7 @@ class Monitor:
             "time": self._clock(),
             "step": step,
             **values,
+            **shape,
             self.unit: self.run_summary.units,
             f"{self.unit}_per_s": rate,
             f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
@@ -442,7 +450,8 @@ class Monitor:
             in_bar=True,
         )
         sources = [name for name in record if name.startswith(("loss/", f"{unit}/"))]
-        points = {f"train/{name}": record[name] for name in [*metrics, *sources]}
+        shape = [name for name in ("global_batch_size", "seq_len") if name in record]
+        points = {f"train/{name}": record[name] for name in [*metrics, *sources, *shape]}
         speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
         for name, value in smoothed.items():
             if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):

@@ -73,7 +73,7 @@ def rerun_steps(
         if step - 1 == checkpoint:
             arrays = _describe(parts.in_model_order(parts.without_base(state)))
         digests = diagnose(state, batch)
-        state, metrics = parts.step.train(state, batch, limit(step))
+        state, metrics = parts.in_stage(step - 1).step.train(state, batch, limit(step))
         numbers = loss_and_norm(metrics)
         yield RerunStep(step=step, digests=digests, numbers=numbers, arrays=arrays)
 
@@ -113,7 +113,7 @@ def rerun(
             config = own.config
             data = open_datasets(
                 config.data, seq_len=config.train.seq_len, seed=config.seed,
-                global_batch_size=config.train.global_batch_size, num_labels=config.num_labels,
+                samples_before=config.train.samples_before, num_labels=config.num_labels,
             )  # fmt: skip
             own = with_teacher(own, data[0].fields)
             own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
@@ -122,7 +122,7 @@ def rerun(
             stack.callback(loader.close)
             batches, diagnose = (
                 _checked_batches(loader, history, start + 1),
-                make_diagnostic_step(own),
+                _diagnose_stages(own),
             )
             walks.append(
                 rerun_steps(
@@ -136,6 +136,17 @@ def rerun(
                 return difference, done
             log.info("step %d: all %d digests of the two runs are equal", step, len(a.digests))
     return None, done
+
+
+def _diagnose_stages(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
+    """Return the diagnostic step of a run whose batch may change its shape."""
+    made: dict[int, Callable[[TrainState, Batch], Digests]] = {}
+
+    def diagnose(state: TrainState, batch: Batch) -> Digests:
+        stage = parts.in_stage(int(state.step))
+        return made.setdefault(id(stage), make_diagnostic_step(stage))(state, batch)
+
+    return diagnose
 
 
 def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Batch]:

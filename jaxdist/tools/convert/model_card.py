@@ -20,9 +20,10 @@ def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library:
     if hub.is_hub_name(start):
         header["base_model"] = start.partition("@")[0]
     train = settings.train
+    most = "up to " * (len(train.stages) > 1)
     facts = {
         "initial weights": start or f"random, seed {settings.seed}",
-        "steps": f"{step:,} of {train.global_batch_size:,} rows of {train.seq_len:,} tokens",
+        "steps": f"{step:,} of {most}{train.global_batch_size:,} rows of {train.seq_len:,} tokens",
         "data": ", ".join(map(str, settings.data.sources)),
         "records": settings.data.records,
         "objective": settings.objective.kind,

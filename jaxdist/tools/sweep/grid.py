@@ -109,7 +109,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
                 seq_len, seed = settings.train.seq_len, settings.seed
                 data, _ = open_datasets(
                     settings.data, seq_len=seq_len, seed=seed,
-                    global_batch_size=settings.train.global_batch_size,
+                    samples_before=settings.train.samples_before,
                     num_labels=settings.num_labels,
                 )  # fmt: skip
                 settings = with_steps(settings, data)
