@@ -150,7 +150,7 @@ class Layout:
 
     def param_specs(self, dims: Any) -> Any:
         """Return `PartitionSpec`s of parameters, for one `Dims` or each leaf of such a tree."""
-        return self._specs(dims, with_zero=self.zero == 3)
+        return jax.tree.map(lambda one: self._spec(one, self.zero == 3), dims)
 
     def gather_specs(self, dims: Any) -> Any:
         """Return `param_specs` with only the axes over which a parameter is gathered before use."""
@@ -168,7 +168,7 @@ class Layout:
 
     def moment_specs(self, dims: Any) -> Any:
         """Return specs of optimizer moments and of the update, for `dims` as in `param_specs`."""
-        return self._specs(dims, with_zero=self.zero > 0)
+        return jax.tree.map(lambda one: self._spec(one, self.zero > 0), dims)
 
     def gradient_specs(self, dims: Any) -> Any:
         """Return specs of a microbatch's gradients in accumulation; `dims` as in `param_specs`."""
@@ -214,19 +214,12 @@ class Layout:
             is_leaf=lambda x: isinstance(x, P),
         )
 
-    def _specs(self, tree: Any, *, with_zero: bool) -> Any:
-        return jax.tree.map(lambda dims: self._spec(dims, with_zero), tree)
-
     @functools.cached_property
     def _rules(self) -> dict[str, str | None]:
         return {**axes.rules(), **self.rules}
 
-    @functools.cached_property
-    def _used(self) -> dict[str, Axis]:
-        return {axis.name: axis for axis in self.mesh_spec.used}
-
     def _spec(self, dims: Dims, with_zero: bool) -> P:
-        rules, used = self._rules, self._used
+        rules, sizes = self._rules, self.mesh_spec
         _check_collisions(dims, rules)
         is_vector = sum(name != "layers" for name in dims) < 2
         own = {rules.get(name) for name in dims if name}
@@ -237,7 +230,7 @@ class Layout:
             group: tuple[str, ...] = () if axis is None else (axis,)
             if axis is not None and axes.by_name()[axis].weights == "gathered":
                 group = () if is_vector else group + joining
-            here = tuple(a for a in group if a in used)
+            here = tuple(a for a in group if sizes[a] > 1)
             entries.append(here if len(here) > 1 else here[0] if here else None)
         while entries and entries[-1] is None:
             entries.pop()

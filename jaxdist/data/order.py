@@ -68,7 +68,17 @@ class Order:
     def rows(self, samples: np.ndarray) -> np.ndarray:
         """Return the row of each sample number; int64 [n] -> int64 [n]."""
         examples, offset = np.divmod(np.asarray(samples, np.int64), self._size)
-        return self._examples(examples) * self._size + offset
+        rows = np.empty_like(examples)  # of examples, which are groups of adjacent rows
+        stages = np.searchsorted(self._firsts, examples, side="right") - 1
+        for number in np.unique(stages):
+            of_stage, stage = stages == number, self._stages[number]
+            groups, within = stage.draw(examples[of_stage])
+            drawn = np.empty_like(within)
+            for group in np.unique(groups):
+                chosen = groups == group
+                drawn[chosen] = self._group_rows(stage.groups[group], within[chosen])
+            rows[of_stage] = drawn
+        return rows * self._size + offset
 
     def passes(self, num_samples: int) -> list[float]:
         """Return how often the first `num_samples` read each part; 1.5 = one and a half passes."""
@@ -92,20 +102,6 @@ class Order:
             drawn = {**last.drawn, **dict(zip(last.groups, counts, strict=True))}
         mixture = _mixture(stage.weights) if is_mixed else None
         return _StageOrder(first, tuple(groups), mixture, drawn)
-
-    def _examples(self, samples: np.ndarray) -> np.ndarray:
-        """Return the example (group of adjacent rows) of each sample; int64 [n] -> int64 [n]."""
-        rows = np.empty_like(samples)
-        stages = np.searchsorted(self._firsts, samples, side="right") - 1
-        for number in np.unique(stages):
-            of_stage, stage = stages == number, self._stages[number]
-            groups, within = stage.draw(samples[of_stage])
-            drawn = np.empty_like(within)
-            for group in np.unique(groups):
-                chosen = groups == group
-                drawn[chosen] = self._group_rows(stage.groups[group], within[chosen])
-            rows[of_stage] = drawn
-        return rows
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
         """Return the row of each sample of a group of parts that are shuffled jointly.

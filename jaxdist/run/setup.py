@@ -332,15 +332,9 @@ class Parts:
         return dataclasses.replace(state, params=trained(state.params, self.model.axes))
 
     def _with_base(self, params: Params, meta: Mapping[str, Any], step: int) -> Params:
-        if not self.has_adapters:
-            self._check_base(meta, step)
-            return params
-        params = with_base(params, self.initial_params())
-        self.base["digest"] = digest_of(base_of(frozen(params, self.model.axes)))
-        self._check_base(meta, step)
-        return params
-
-    def _check_base(self, meta: Mapping[str, Any], step: int) -> None:
+        if self.has_adapters:
+            params = with_base(params, self.initial_params())
+            self.base["digest"] = digest_of(base_of(frozen(params, self.model.axes)))
         # Imported adapters lack a digest, and other commands may not have loaded the weights.
         if self.base and self.base != meta.get("base", self.base):
             start = self.config.init_from or f"seed {self.config.seed}"
@@ -348,6 +342,7 @@ class Parts:
                 f"checkpoint {step} is of a run that started from other weights than {start}. Name "
                 "the weights that it was trained with in --init-from."
             )
+        return params
 
     def start_params(self) -> Params:
         """Return the parameters before the first step, in the order of the model."""

@@ -28,6 +28,7 @@ from jaxdist.core.step.model_context import make_forward
 from jaxdist.core.step.omitted_sums import check_equal, definition_of, explain_types
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
+    BATCH_STATISTICS,
     Array,
     Batch,
     Context,
@@ -75,13 +76,13 @@ def make_value_and_grad(
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
-        sums, batch_stats = statistics.pop_batch_stats(sums, plan.accumulation)
+        batch_stats = jax.tree.map(lambda x: x / plan.accumulation, sums.pop(BATCH_STATISTICS, {}))
         sums = _sum_over_devices(sums, model, layout)
         grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
-        return sums, statistics.insert(trained_axes, grads, batch_stats), norm
+        return sums, statistics.insert(trained_axes, grads, batch_stats, "statistic"), norm
 
     specs = (param_specs, layout.batch_specs, P(), P(), P()), (P(), grad_specs, P())
     compute = _manual(local, model, layout, plan, *specs)

@@ -15,37 +15,11 @@ from typing import Any
 import jax
 
 from jaxdist.core import collectives
-from jaxdist.core.types import (
-    BATCH_STATISTICS,
-    LAYER_SUM,
-    Array,
-    Model,
-    Params,
-    Sums,
-    Update,
-)
+from jaxdist.core.types import LAYER_SUM, Array, Model, Params, Sums, Update
 from jaxdist.core.weights import trained
 
 MOMENTUM = 0.1
 """Weight of the newest batch in a running average."""
-
-
-def pop_batch_stats(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
-    """Return sums without batch statistics, and these [...] as means over microbatches, or {}."""
-    rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
-    batch_stats: Any = sums.get(BATCH_STATISTICS, {})
-    return rest, jax.tree.map(lambda x: x / num_microbatches, batch_stats)
-
-
-def insert(axes: Params, grads: Params, batch_stats: Params) -> Params:
-    """Return gradients [...] in which running averages have the batch statistic instead."""
-    inserted = _insert(axes, grads, batch_stats, "statistic")
-    if isinstance(inserted, str):
-        raise TypeError(
-            f"{inserted} is a running average, and Model.head returned nothing for it. Add "
-            "`jaxdist.models.layers.batch_statistics(module, context)` to its sums."
-        )
-    return inserted
 
 
 def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Params:
@@ -59,23 +33,28 @@ def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Pa
     increments = jax.tree.map(
         lambda x: x.at[order].get(mode="fill", fill_value=0), model.increments(layers)
     )
-    inserted = _insert(trained(model.axes, model.axes), grads, increments, "increment")
-    if isinstance(inserted, str):
-        raise TypeError(f"Model.increments returned nothing for {inserted}. Add it to its tree.")
-    return inserted
+    return insert(trained(model.axes, model.axes), grads, increments, "increment")
 
 
-def _insert(axes: Params, grads: Params, values: Params, update: Update) -> Params | str:
-    """Return gradients [...] with `values` for parameters of this kind of update.
+def insert(axes: Params, grads: Params, values: Params, update: Update) -> Params:
+    """Return gradients [...] with `values` for the parameters of this kind of update.
 
-    If `values` lacks one of these parameters, return the parameter's name instead.
+    Raises `TypeError` if `values` lacks one of these parameters.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(values))
     for path, dims in jax.tree_util.tree_leaves_with_path(axes):
         if dims.update == update and path not in by_path:
-            return jax.tree_util.keystr(path, simple=True, separator="/")
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(_MISSING[update].format(name))
     leaf = lambda path, dims, g: by_path[path] if dims.update == update else g
     return jax.tree_util.tree_map_with_path(leaf, axes, grads)
+
+
+_MISSING = {
+    "statistic": "{} is a running average, and Model.head returned nothing for it. Add "
+    "`jaxdist.models.layers.batch_statistics(module, context)` to its sums.",
+    "increment": "Model.increments returned nothing for {}. Add it to its tree.",
+}
 
 
 def mask(axes: Params, grads: Params) -> Params:
