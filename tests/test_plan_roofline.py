@@ -40,7 +40,7 @@ ENTRY %main () -> f32[] {{
 {body}
 }}
 """
-    return model_times(text, {"data": 1, "fsdp": 2}, CLUSTER)
+    return model_times(text, {"data": 1, "fsdp": 2}, CLUSTER, {"head": 0.25})
 
 
 def test_matmul_time_is_its_flops_or_its_bytes():
@@ -196,3 +196,28 @@ def test_cpu_and_unknown_gpu_have_a_loss_chunk():
     assert default_loss_chunk(256, "cpu", "cpu") == 65536
     assert default_loss_chunk(10**7, "gpu", "some card") == 128
     assert default_loss_chunk(0, "gpu", "h100") == 0
+
+
+OPTIONAL = """%once (p: f32[1048576]) -> f32[1048576] {
+  %p = f32[1048576]{0} parameter(0)
+  ROOT %n = f32[1048576]{0} negate(%p), metadata={op_name="x/pipeline_backward/pipeline_head/neg"}
+}
+
+%same (p: f32[1048576]) -> f32[1048576] {
+  %p = f32[1048576]{0} parameter(0)
+  ROOT %n = f32[1048576]{0} copy(%p)
+}
+
+%needed (p: f32[1048576]) -> pred[] {
+  %p = f32[1048576]{0} parameter(0)
+  ROOT %t = pred[] constant(true)
+}"""
+
+
+def test_optional_parts_count_as_often_as_a_stage_runs_them():
+    once = 2 * 4 * 2**20 / MEMORY + LAUNCH_S
+    loop = "  %w = f32[1048576]{0} while(%x), condition=%needed, body=%once"
+    assert times(loop, OPTIONAL).seconds == pytest.approx(once / 4)
+    condition = "  %c = pred[] parameter(3)\n  %w = f32[1048576]{0} conditional(%c, %x, %x), "
+    branches = times(condition + "branch_computations={%once, %same}", OPTIONAL)
+    assert branches.classes == pytest.approx({"element-wise": once / 4, "copies": once * 3 / 4})

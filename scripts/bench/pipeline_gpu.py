@@ -34,9 +34,11 @@ LARGE = {
 """Name -> config and settings, on 128 H100."""
 
 LARGEST = {
-    "405B, remat full (the config)": "llama3_405b_pipeline",
-    "405B, remat names:attention": "llama3_405b_pipeline --train.remat names:attention",
-    "405B, pp=8, cp=2": "llama3_405b_pipeline --mesh fsdp=4,tp=8,pp=8,cp=2",
+    "405B, remat names:attention (the config)": "llama3_405b_pipeline",
+    "405B, remat full": "llama3_405b_pipeline --train.remat full",
+    "405B, pp=8, cp=2, remat full": (
+        "llama3_405b_pipeline --mesh fsdp=4,tp=8,pp=8,cp=2 --train.remat full"
+    ),
     "405B, fsdp=256,tp=2, no stages": "llama3_405b",
 }
 """Name -> config and settings, on 512 H100."""
@@ -47,7 +49,8 @@ Made by `python scripts/bench/pipeline_gpu.py` without a GPU: Llama 2 13B on 8 n
 dp=4,tp=4,pp=4, 128 rows of 4,096 tokens, 16 microbatches, ZeRO-1, remat `dots` unless the row names
 another. 70B: 16 nodes, fsdp=4,tp=8,pp=4, 256 rows of 8,192 tokens, 32 microbatches. 405B: 64 nodes,
 fsdp=4,tp=8,pp=16, 512 rows of 8,192 tokens, 64 microbatches, 4 virtual stages. Times are those of a
-roofline that is 5 to 14 % optimistic; branches count as often as a stage takes them.
+roofline that is 5 to 14 % optimistic; optional parts count as often as a stage runs them, and the
+copies of branches that are not taken count, too.
 Memory is the buffer assignment; the CUDA context and NCCL come on top (about 2 GiB). No GPU was
 used.
 

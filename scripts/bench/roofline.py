@@ -151,11 +151,14 @@ class _Roofline:
             called = self.module.called(instruction)
             if opcode == "while":
                 # The condition is first or last; it costs one comparison.
-                body = max(map(self.run, called), key=lambda part: part.clock)
-                total.repeat(body, _trips(instruction))
+                body = max(called, key=lambda child: self.run(child).clock)
+                total.repeat(self.run(body), self._trips(instruction, body))
             elif opcode == "conditional":
                 longest = max(called, key=lambda child: self.run(child).clock)
-                total.repeat(self.run(longest), self._share(longest))
+                share = self._share(longest)
+                total.repeat(self.run(longest), share)
+                for other in set(called) - {longest}:
+                    total.repeat(self.run(other), (1 - share) / (len(called) - 1))
             elif opcode == "call":
                 for child in called:
                     total.repeat(self.run(child), 1)
@@ -181,6 +184,11 @@ class _Roofline:
             elif opcode not in _FREE and not _allocates(instruction):
                 total.kernel(*self._kernel(name, instruction))
         return total
+
+    def _trips(self, loop: HloInstruction, body: str) -> float:
+        """Return how often a loop runs; if that depends on the data, once as often as its scope."""
+        known = "known_trip_count" in loop.attributes
+        return trips_of(loop) if known else self._share(body)
 
     def _share(self, branch: str) -> float:
         """Return how often a branch runs: the share of the outermost scope inside it."""
@@ -376,11 +384,6 @@ def _kind_of_products(inputs: list[Shape]) -> str:
 def _allocates(instruction: HloInstruction) -> bool:
     """Return True if an instruction only allocates memory that a loop will fill."""
     return f'custom_call_target="{_ALLOCATION}"' in instruction.attributes
-
-
-def _trips(instruction: HloInstruction) -> int:
-    """Return how often a loop runs; 1 if that depends on the data."""
-    return trips_of(instruction) if "known_trip_count" in instruction.attributes else 1
 
 
 def _bytes(instruction: HloInstruction) -> int:

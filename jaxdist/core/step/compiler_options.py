@@ -29,6 +29,9 @@ MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 """Memory limit of XLA's scheduler, in percent of its default."""
 
 OVERLAPS = "xla_gpu_experimental_parallel_collective_overlap_limit"
+MERGED_PRODUCTS = "xla_gpu_dot_merger_threshold_mb"
+"""Merge products that share an operand up to this size."""
+
 NO_ZEROS = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 """Do not zero buffers that a loop overwrites completely, slice by slice."""
 
@@ -64,6 +67,9 @@ def choose_options(
     if layout.size(PIPELINE) > 1:
         why = "exchanges between stages may overlap with collectives of the layers"
         candidates.append(CompilerOption(OVERLAPS, 4, why))
+        if plan.max_row_chunks > 1:
+            why = "products of row chunks stay separate, and overlap with collectives of others"
+            candidates.append(CompilerOption(MERGED_PRODUCTS, 0, why))
     if plan.memory_bytes:
         limit = memory_limit(plan.memory_bytes, memory_fraction(), argument_bytes(make_state()))
         candidates += [limit] if limit else []

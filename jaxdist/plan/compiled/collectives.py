@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxdist.core.parallel.expert import ROUNDS
+from jaxdist.core.parallel.pipeline.executor import AT_MOST_ONCE
 from jaxdist.plan.compiled.hlo import HloInstruction, Module, UnknownHLO, groups_of, pairs_of, parse
 from jaxdist.plan.estimate.traffic import wire_bytes
 
@@ -50,7 +51,7 @@ class Collective:
             all-gather.
         wire_bytes: bytes that one device sends per execution, with a ring algorithm.
         count: executions per step; inside a branch, as if that branch were always taken.
-        in_branch: inside a conditional, so `count` is an upper bound.
+        in_branch: inside a conditional, or a loop of `run_if`, so `count` is an upper bound.
         nodes: number of nodes that its widest group spans; 1 = within a node.
         overlapped: asynchronous: other instructions can run between start and end.
         between: number of compute instructions scheduled between start and end.
@@ -161,8 +162,10 @@ def _computation(
         elif _SUSPECT.search(opcode):
             raise UnknownHLO(f"unknown collective {opcode!r}: {instruction}")
         elif opcode == "while":
+            trips, optional = trips_of(instruction), f"/{AT_MOST_ONCE}/" in instruction.op_name
             for site in [s for child in called for s in inside(child)]:
-                yield dataclasses.replace(site, times=site.times * trips_of(instruction))
+                in_branch = site.in_branch or optional
+                yield dataclasses.replace(site, times=site.times * trips, in_branch=in_branch)
         elif opcode == "conditional":
             for child in called:
                 yield from (dataclasses.replace(s, in_branch=True) for s in inside(child))
@@ -178,11 +181,14 @@ def _computation(
 def trips_of(instruction: HloInstruction) -> int:
     """Return the number of iterations of a loop.
 
-    It is 0 for the loop of further expert exchanges, which runs only if loads are unequal.
+    It is 0 for the loop of further expert exchanges, which runs only if loads are unequal, and 1
+    for the loops that pipelines use instead of branches.
     """
     if f"/{ROUNDS}/" in instruction.op_name:
         return 0
     match = _TRIPS.search(instruction.attributes)
+    if match is None and f"/{AT_MOST_ONCE}/" in instruction.op_name:
+        return 1
     if match is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
     return int(match[1])

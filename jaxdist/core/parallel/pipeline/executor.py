@@ -4,8 +4,8 @@
 2. All actions of a tick are of one kind (`plan_loops`), so stages differ only in what they act on.
    An idle stage waits for the others anyway, so it runs the action, too, and its results are
    dropped: with a branch instead, XLA:GPU would copy all residuals and gradients in every tick.
-   Only embedding and head are branches. They may contain collectives over other axes, because
-   those groups are within one stage.
+   Only the embedding, the head and layers that not all stages have are optional (`run_if`). They
+   may contain collectives over other axes, because those groups are within one stage.
 3. Exchanges come after the action, because a permute over the pipeline axis needs every stage. A
    value that no stage needs is stored in the spare slot.
 """
@@ -26,6 +26,9 @@ from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.types import Array
+
+AT_MOST_ONCE = "at_most_once"
+"""Scope of the loops of `run_if`, which run once or not at all."""
 
 
 class State(NamedTuple):
@@ -123,6 +126,20 @@ def _deliver(kind: Kind, state: State, message: Message) -> State:
 def if_active(now: Instruction, tree: Any) -> Any:
     """Return zeros in place of a tree of arrays [...] if the stage is idle."""
     return jax.tree.map(lambda x: jnp.where(now.is_active, x, jnp.zeros_like(x)), tree)
+
+
+def run_if(needed: Array, compute: Callable[[Any], Any], value: Any) -> Any:
+    """Return `compute(value)` if `needed`, bool [], else the tree `value` of arrays [...].
+
+    It is a loop, because XLA copies arrays that a branch of a conditional returns unchanged.
+    """
+
+    def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        """Run the computation, and end the loop; both trees are arrays [...]."""
+        return jnp.zeros_like(carry[0]), compute(carry[1])
+
+    with jax.named_scope(AT_MOST_ONCE):
+        return lax.while_loop(lambda carry: carry[0], once, (needed, value))[1]
 
 
 def loop_over(

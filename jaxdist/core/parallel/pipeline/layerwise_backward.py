@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel import tensor
-from jaxdist.core.parallel.pipeline.executor import loop_over
+from jaxdist.core.parallel.pipeline.executor import loop_over, run_if
 from jaxdist.core.parallel.pipeline.layer_vjp import LayerVjp
 from jaxdist.core.types import Array, Params, Sums
 
@@ -135,8 +135,8 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Scan `one` over the int32 [] indices of the layers of a virtual stage, without padding.
 
-    Layers that only some virtual stages have are in branches. The other outputs are zeros for
-    padding, [layers, ...].
+    Layers that only some virtual stages have are in loops that run at most once. The other outputs
+    are zeros for padding, [layers, ...].
     """
     slots, least = jnp.arange(layers.indices.shape[0]), layers.least
     options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
@@ -146,8 +146,8 @@ def over_layers(
 
     def maybe(carry: Any, index: Array) -> tuple[Any, Any]:
         """Run the layer at `index`, int32 [], unless it is padding."""
-        skip = lambda: (carry, jax.tree.map(collectives.zeros_like, kinds))
-        return lax.cond(index < layers.num_layers, lambda: one(carry, index), skip)
+        skipped = carry, jax.tree.map(collectives.zeros_like, kinds)
+        return run_if(index < layers.num_layers, lambda value: one(value[0], index), skipped)
 
     outputs = []
     for part, body in ((slots[:least], one), (slots[least:], maybe))[:: -1 if reverse else 1]:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.forward import ForwardPass
@@ -30,6 +29,7 @@ from jaxdist.core.parallel.pipeline.executor import (
     if_active,
     instructions_of,
     run,
+    run_if,
     store,
     take,
 )
@@ -168,10 +168,10 @@ class _Training:
     def _backward(self, now: Instruction, state: State) -> tuple[Array, State]:
         """Return dx [rows, seq_shard, d_model] from dy or the loss; add gradients to state."""
         stage, outer = self.stage, state.gradients["outer"]
-        dy, outer, sums = lax.cond(
+        dy, outer, sums = run_if(
             stage.is_last(now),
-            lambda: self._head_gradient(now, state),
-            lambda: (take(state.cotangents, now.cotangent), outer, state.sums),
+            lambda value: self._head_gradient(now, state, *value[1:]),
+            (take(state.cotangents, now.cotangent), outer, state.sums),
         )
         dx, layer_totals = self.layers.gradient(
             stage.layers_of(now),
@@ -181,26 +181,24 @@ class _Training:
             state.gradients["layers"],
             mask=partial(if_active, now),
         )
-        outer = lax.cond(
-            stage.is_first(now),
-            lambda: self._add_embedding_gradient(now, dx, outer),
-            lambda: outer,
-        )
+        outer = run_if(stage.is_first(now), partial(self._add_embedding_gradient, now, dx), outer)
         gradients = {"layers": layer_totals, "outer": outer}
         return dx, state._replace(gradients=gradients, sums=sums)
 
     @jax.named_scope("pipeline_head")
-    def _head_gradient(self, now: Instruction, state: State) -> tuple[Array, Params, Sums]:
+    def _head_gradient(
+        self, now: Instruction, state: State, outer: Params, sums: Sums
+    ) -> tuple[Array, Params, Sums]:
         """Return dy [rows, seq_shard, d_model] of the loss, and the new `outer` and `sums`."""
 
         def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
-            sums = self.stage.head(outer, y, now)
-            return trained_loss(sums) * self.scale, sums
+            own = self.stage.head(outer, y, now)
+            return trained_loss(own) * self.scale, own
 
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
         y = take(state.outputs, now.output)
-        (outer_grads, dy), sums = gradient(self.stage.trained_outer, y)
-        return dy, _add(state.gradients["outer"], outer_grads), add_sums(state.sums, sums)
+        (grads, dy), own = gradient(self.stage.trained_outer, y)
+        return dy, _add(outer, grads), add_sums(sums, own)
 
     @jax.named_scope("pipeline_embed_gradient")
     def _add_embedding_gradient(self, now: Instruction, dx: Array, total: Params) -> Params:
