@@ -33,7 +33,8 @@ from jaxdist.data.hub_sets import is_hub_set
 from jaxdist.data.images import is_cifar
 from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
-from jaxdist.models.adapters import LoraConfig, with_adapters
+from jaxdist.models.adapted_model import with_adapters
+from jaxdist.models.adapters import LoraConfig
 from jaxdist.models.huggingface.directory import (
     export_problems,
     folder_of,

@@ -8,7 +8,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.core import collectives
 from jaxdist.core.types import Array, Context
 from jaxdist.core.weights import ADAPTED, CompositeWeight, SumOver
+from jaxdist.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
-    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer.
-    `is_row_parallel`: tensor parallelism splits the inputs.
+    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer;
+    size 0 = all, of which tensor parallelism may split the dim.
+    `num_inputs` is that of the complete weight: tensor parallelism may split them.
     """
 
     module: str
@@ -33,7 +35,15 @@ class Adapter:
     dim: int
     start: int
     size: int
-    is_row_parallel: bool
+    num_inputs: int
+
+    def stop(self, total: int) -> int:
+        """Return the end of its outputs in a dim of `total` entries."""
+        return self.start + (self.size or total)
+
+
+class NotAnArrayError(ConfigError, AttributeError):
+    """A model uses a weight with an adapter as an array."""
 
 
 class AdaptedWeight(CompositeWeight, abc.ABC):
@@ -64,11 +74,27 @@ class LoraWeight(AdaptedWeight):
         adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
             also "scale": [*its outputs].
         parts: constants of the adapters, ordered by start.
+        is_stacked: outside of layers, the arrays have a leading dim of layers.
     """
 
     base: Any
     adapters: dict[str, dict[str, Any]]
     parts: tuple[Adapter, ...] = dataclasses.field(metadata={"static": True})
+    is_stacked: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error for an attribute of arrays: adapters work in `Context.dot` only."""
+            raise NotAnArrayError(
+                f"a weight with an adapter has no {name!r}: the model must multiply it with "
+                "context.dot(dims, x, weight). Change the model, or leave the weight out of "
+                "lora.targets."
+            )
+
+        def __jax_array__(self) -> Array:
+            """Raise an error: no other function of jax takes the weight [*inputs, *outputs]."""
+            return self.__getattr__("__jax_array__")
 
     def multiply(
         self,
@@ -82,16 +108,26 @@ class LoraWeight(AdaptedWeight):
     ) -> Array:
         """Return x·base + scale·(x·A)·B [*dims after the arrow], rescaled if it is DoRA.
 
-        `drop` applies dropout to x [*dims of x] before it is multiplied by A.
+        `drop` applies dropout to x [*dims of x] before it is multiplied by A. Raise `ConfigError`
+        if the product does not contract exactly the dims of A, which come first in the weight.
         """
         inputs, _, out = dims.partition("->")
         left, right = (part.split() for part in inputs.split(","))
         shared = [name for name in right if name in left]
+        first = self.parts[0]
+        num_inputs = self.adapters[first.module]["a"].ndim - 1
+        if shared != right[:num_inputs] or set(shared) & {*out.split()}:
+            raise ConfigError(
+                f"the adapter of {first.module} is for the sum over its first {num_inputs} dims, "
+                f"but Context.dot({dims!r}) has {', '.join(shared)} in both factors. Adapters "
+                "need these first in the weight, and not in the result. Write their number as in "
+                "lora.targets=layers/out:2, or leave the weight out of lora.targets."
+            )
         rows, columns = ([n for n in names if n not in shared] for names in (left, right))
         down = f"{' '.join(left)}, {' '.join(shared)} rank -> {' '.join(rows)} rank"
         up = f"{' '.join(rows)} rank, rank {' '.join(columns)} -> {out}"
         y = dot(dims, x, self.base, out_dtype=out_dtype)
-        dim = out.split().index(right[self.parts[0].dim])
+        dim = out.split().index(right[first.dim])
         pieces, end = [], 0
         for part in self.parts:
             own = self.adapters[part.module]
@@ -102,15 +138,16 @@ class LoraWeight(AdaptedWeight):
                 low = jax.checkpoint(dropped)(x, own["a"])
             # Scale the smaller factor: it has rank columns.
             low = low * jnp.asarray(part.scale, low.dtype)
-            piece = jax.lax.slice_in_dim(y, part.start, part.start + part.size, axis=dim)
+            stop = part.stop(y.shape[dim])
+            piece = jax.lax.slice_in_dim(y, part.start, stop, axis=dim)
             piece = piece + dot(up, low, own["b"], out_dtype=out_dtype)
             if "scale" in own:
                 squares = self._squares(part, len(shared))
-                if part.is_row_parallel:
+                if math.prod(own["a"].shape[:-1]) < part.num_inputs:
                     squares = sum_over(squares, "tensor")
                 piece = piece * (own["scale"] * jax.lax.rsqrt(squares)).astype(piece.dtype)
             pieces += [jax.lax.slice_in_dim(y, end, part.start, axis=dim), piece]
-            end = part.start + part.size
+            end = stop
         pieces.append(jax.lax.slice_in_dim(y, end, y.shape[dim], axis=dim))
         y = jnp.concatenate([x for x in pieces if x.shape[dim]], dim)
         return checkpoint_name(y, ADAPTED)
@@ -122,9 +159,8 @@ class LoraWeight(AdaptedWeight):
         formed: with G = AᵀA, it is ‖W‖² + 2·scale·⟨B, AᵀW⟩ + scale²·⟨B, G·B⟩ for each output.
         """
         own = jax.lax.stop_gradient(self.adapters[part.module])
-        w = jax.lax.slice_in_dim(
-            self.base.astype(jnp.float32), part.start, part.start + part.size, axis=part.dim
-        )
+        w = self.base.astype(jnp.float32)
+        w = jax.lax.slice_in_dim(w, part.start, part.stop(w.shape[part.dim]), axis=part.dim)
         outputs = w.shape[num_inputs:]
         w = w.reshape(-1, *outputs)
         a, b = own["a"].astype(jnp.float32), own["b"].astype(jnp.float32)
@@ -136,7 +172,12 @@ class LoraWeight(AdaptedWeight):
         return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
 
     def merged(self) -> Array:
-        """Return the weight with the adapters added, float32 [layers, *inputs, *outputs]."""
+        """Return the weight with the adapters added, float32 [layers, *inputs, *outputs].
+
+        Without stacked layers there is no leading dim.
+        """
+        if not self.is_stacked:
+            return self._as_layer().merged()[0]
         total = self.base.astype(jnp.float32)
         for part in self.parts:
             own = self.adapters[part.module]
@@ -147,7 +188,8 @@ class LoraWeight(AdaptedWeight):
                 b.reshape(*b.shape[:2], -1),
                 precision="highest",
             )
-            index = (slice(None),) * (part.dim + 1) + (slice(part.start, part.start + part.size),)
+            own_outputs = slice(part.start, part.stop(total.shape[part.dim + 1]))
+            index = (slice(None),) * (part.dim + 1) + (own_outputs,)
             new = total[index] + part.scale * flat.reshape(*a.shape[:-1], *b.shape[2:])
             if "scale" in own:
                 ins = tuple(range(1, a.ndim - 1))
@@ -158,16 +200,23 @@ class LoraWeight(AdaptedWeight):
 
     def with_start(self) -> LoraWeight:
         """Return the weight with DoRA's magnitudes set to the column norms of the base."""
+        if not self.is_stacked:
+            started = jax.tree.map(lambda x: x[0], self._as_layer().with_start())
+            return dataclasses.replace(started, is_stacked=False)
         base, adapters = self.base.astype(jnp.float32), {}
         for part in self.parts:
             own = self.adapters[part.module]
             if "scale" in own:
                 index = (slice(None),) * (part.dim + 1)
-                index += (slice(part.start, part.start + part.size),)
+                index += (slice(part.start, part.stop(base.shape[part.dim + 1])),)
                 ins = tuple(range(1, own["a"].ndim - 1))
                 own = {**own, "scale": jnp.sqrt(jnp.sum(jnp.square(base[index]), ins))}
             adapters[part.module] = own
         return dataclasses.replace(self, adapters=adapters)
+
+    def _as_layer(self) -> LoraWeight:
+        """Return the weight as the only one of a stack, leaves [1, ...]."""
+        return dataclasses.replace(jax.tree.map(lambda x: x[None], self), is_stacked=True)
 
 
 @jax.tree_util.register_dataclass
@@ -204,7 +253,7 @@ def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
             """Return x [batch, seq, *inputs] with dropped inputs."""
             own = zlib.crc32(part.module.encode()) & 0x7FFFFFFF
             size = math.prod(x.shape[2:])
-            first = context.tensor_index() * size if part.is_row_parallel else 0
+            first = context.tensor_index() * size if size < part.num_inputs else 0
             kept = keep_mask(
                 jax.random.fold_in(key, own),
                 rate,

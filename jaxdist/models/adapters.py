@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import zlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -19,15 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.core.block_weights import BLOCK, BlockLayout, BlockWeight
-from jaxdist.core.types import Array, Dims, Model, Params
-from jaxdist.core.weights import CompositeWeight, Parameter, base_of
+from jaxdist.core.types import Model
+from jaxdist.core.weights import CompositeWeight, base_of
 from jaxdist.models.adapted_weights import (
     AdaptedWeight,
-    Adapter,
-    ExpertLora,
-    LoraWeight,
-    TokenRows,
-    with_dropout,
 )
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
@@ -48,10 +42,10 @@ _GPT2_MODULES: dict[str, tuple[str, ...]] = {
     "mlp/down": ("mlp.c_proj",),
 }
 # Our array in a layer -> Hugging Face's modules that it consists of.
-_EXPERTS: dict[str, tuple[str, ...]] = {"mlp/up": ("gate_up_proj",), "mlp/down": ("down_proj",)}
+EXPERTS: dict[str, tuple[str, ...]] = {"mlp/up": ("gate_up_proj",), "mlp/down": ("down_proj",)}
 # Our array of all experts in a layer -> the parameter of transformers' experts that it is.
 
-_INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
+INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
 """Number of leading dims of an array of a layer that its product contracts."""
 
 
@@ -71,7 +65,8 @@ class LoraConfig:
     targets: list[str] = setting(
         ["attention", "mlp"],
         "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
-        "q_proj, v_proj; of experts gate_up_proj and down_proj",
+        "q_proj, v_proj; of experts gate_up_proj and down_proj; of a custom model patterns of "
+        "parameter names, e.g. layers/*/up, or layers/out:2 if its first 2 dims are summed over",
     )
     variant: Literal["lora", "rslora", "dora"] = setting(
         "lora",
@@ -101,13 +96,13 @@ class LoraConfig:
             return {}
         if not (self.rank and isinstance(model, DecoderConfig)):
             return {}
-        has_experts = lambda array: bool(model.num_experts) and array in _EXPERTS
+        has_experts = lambda array: bool(model.num_experts) and array in EXPERTS
         return {
             array: BlockLayout(
                 self.base_format,
-                _input_sizes(model, array),
+                input_sizes(model, array),
                 # Of experts, gate and up are two tensors in files.
-                *_tensors_of(model, array, _MODULES[array] if has_experts(array) else names),
+                *tensors_of(model, array, _MODULES[array] if has_experts(array) else names),
                 # GPT-2's query, key and value are one tensor, with the queries of all heads first.
                 is_outer=array == "attention/qkv" and len(names) == 1,
                 has_experts=has_experts(array),
@@ -156,7 +151,7 @@ class LoraConfig:
         if not self.rank:
             return []
         if not isinstance(model, DecoderConfig):
-            return [f"lora.rank={self.rank} with model.kind={model.kind!r}: use a decoder."]
+            return self._other_problems(model)
         names = [name for parts in modules_of(model).values() for name in parts]
         allowed = ["attention", "mlp", *names]
         ranked = [text.partition("=")[0] for text in self.ranks]
@@ -201,6 +196,23 @@ class LoraConfig:
         ]
         return problems
 
+    def _other_problems(self, model: Any) -> list[str]:
+        """Return the conflicts with a model that is no decoder, before it is built."""
+        if not model.is_user_model:
+            return [
+                f"lora.rank={self.rank} with model.kind={model.kind!r}: use a decoder, or a custom "
+                "model that multiplies its weights with Context.dot."
+            ]
+        allowed: dict[str, list[Any]] = {
+            "base_format": ["bf16", "float32"], "dropout": [0.0], "token_ids": [[]]
+        }  # fmt: skip
+        return [
+            f"lora.{name}={getattr(self, name)!r} with a custom model, which cannot have it. Use "
+            f"{' or '.join(map(str, values))}."
+            for name, values in allowed.items()
+            if getattr(self, name) not in values
+        ]
+
     def target_modules(self, model: DecoderConfig) -> dict[str, int]:
         """Return Hugging Face's name of each module with an adapter -> rank of the adapter."""
         ranks = {name: rank for name, _, rank in (text.partition("=") for text in self.ranks)}
@@ -224,7 +236,7 @@ def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
     """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
     if model.num_experts:
         # PEFT stores other shapes for parameters of experts with biases (gpt-oss).
-        experts = {} if "mlp" in model.bias else _EXPERTS
+        experts = {} if "mlp" in model.bias else EXPERTS
         return {n: _MODULES[n] for n in ("attention/qkv", "attention/out")} | experts
     if model.activation != "gelu":
         return _MODULES
@@ -233,94 +245,8 @@ def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
 
 def expert_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
     """Return the parameters of experts that have adapters."""
-    names = [name for parts in _EXPERTS.values() for name in parts]
+    names = [name for parts in EXPERTS.values() for name in parts]
     return [name for name in config.target_modules(model) if model.num_experts and name in names]
-
-
-def with_adapters(config: LoraConfig, decoder: Any, model: Model) -> Model:
-    """Return a decoder with frozen parameters and adapters; others, or with rank 0, unchanged."""
-    if not (config.rank and isinstance(decoder, DecoderConfig)):
-        return model
-    ranks, storage = config.target_modules(decoder), config.storage
-    blocks = {f"layers/{array}": own for array, own in config.blocks(decoder).items()}
-
-    def free(name: str, dims: Dims) -> Any:
-        if name == SCORE:  # trained next to the adapters, as PEFT's modules_to_save
-            return dims
-        if name in blocks:
-            return blocks[name].record(dims)
-        return Parameter(dims, storage=storage, update="none")
-
-    plans = {
-        f"layers/{array}": parts
-        for array, names in modules_of(decoder).items()
-        if (parts := _parts_of(config, decoder, array, names, ranks))
-    }
-
-    tables = {"embed/table": 0, "head/kernel": 1} if config.token_ids else {}
-    ids = tuple(config.token_ids)
-
-    def record(path: Any, dims: Dims) -> Any:
-        name = _name(path)
-        if name in tables:
-            return TokenRows(free(name, dims), Dims((None, "d_model")), ids, tables[name])
-        parts = plans.get(name)
-        if parts is None:
-            return free(name, dims)
-        last = _stacked(dims) + _INPUTS[name.removeprefix("layers/")]
-        layers, ins, outs = dims[: _stacked(dims)], dims[_stacked(dims) : last], dims[last:]
-        return (ExpertLora if "experts" in dims else LoraWeight)(
-            free(name, dims),
-            {
-                part.module: {
-                    "a": Dims((*layers, *ins, None)),
-                    "b": Dims((*layers, None, *outs)),
-                    **({"scale": Dims((*layers, *outs))} if config.variant == "dora" else {}),
-                }
-                for part in parts
-            },
-            parts,
-        )
-
-    def init(key: Array) -> Params:
-        """Return frozen weights and new adapters; stacked leaves are [num_layers, ...]."""
-
-        def leaf(path: Any, w: Array, dims: Dims) -> Any:
-            """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
-            name = _name(path)
-            stored = w if name == SCORE else w.astype(storage)
-            frozen = blocks[name].quantize(stored) if name in blocks else stored
-            if name in tables:
-                rows = jnp.zeros((len(ids), decoder.d_model), jnp.float32)
-                return TokenRows(frozen, rows, ids, tables[name]).with_start()
-            if name not in plans:
-                return frozen
-            count = _INPUTS[name.removeprefix("layers/")]
-            is_dora = config.variant == "dora"
-            sizes = w.shape[: _stacked(dims)], w.shape[_stacked(dims) :]
-            made = {p.module: _init(key, *sizes, count, p, is_dora) for p in plans[name]}
-            if "experts" in dims:
-                return ExpertLora(frozen, made, plans[name])
-            return LoraWeight(frozen, made, plans[name]).with_start()
-
-        return jax.tree_util.tree_map_with_path(leaf, model.init(key), model.axes)
-
-    axes = jax.tree_util.tree_map_with_path(record, model.axes)
-    assert model.block is not None
-    block = with_dropout(model.block, config.dropout) if config.dropout else model.block
-    adapted = dataclasses.replace(model, init=init, axes=axes, block=block)
-    share = lambda w: w.size * (decoder.active_experts if "experts" in w.dims else 1.0)
-    # Frozen weights have no gradient, which is a third of their products, unless adapters are
-    # added to them.
-    merges = bool(expert_targets(config, decoder))
-    frozen = (w for w in weights_of(model) if not (merges and "experts" in w.dims))
-    products = sum(share(w) for w in frozen if w.is_stacked and w.is_matrix)
-    trains_head = ids or decoder.num_labels
-    products += 0 if trains_head else decoder.vocab_size * decoder.d_model
-    moved = sum(share(w) for w in weights_of(adapted) if w.dims.update == "gradient")
-    change = 6.0 * moved - 2.0 * products
-    flops = {name: count + change for name, count in model.flops_per_token.items()}
-    return dataclasses.replace(adapted, flops_per_token=flops)
 
 
 def num_trained(model: Model) -> int:
@@ -328,84 +254,37 @@ def num_trained(model: Model) -> int:
     return sum(w.size for w in weights_of(model) if w.dims.update == "gradient")
 
 
-def _parts_of(
-    config: LoraConfig,
-    decoder: DecoderConfig,
-    array: str,
-    names: tuple[str, ...],
-    ranks: Mapping[str, int],
-) -> tuple[Adapter, ...]:
-    """Return the adapters of an array; fused modules share its dim 2 (qkv) or 1 (up)."""
-    sizes, dim = _tensors_of(decoder, array, names)
-    dim += _INPUTS[array]
-    parts, start = [], 0
-    for name, size in zip(names, sizes, strict=True):
-        if rank := ranks.get(name, 0):
-            is_row_parallel = array in ("attention/out", "mlp/down")
-            scale = config.scale(rank)
-            parts.append(Adapter(name, rank, scale, dim, start, size, is_row_parallel))
-        start += size
-    return tuple(parts)
-
-
-def _tensors_of(
+def tensors_of(
     decoder: DecoderConfig, array: str, names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], int]:
     """Return the sizes of the modules in an array of a layer, and the dim of outputs they share."""
     group = decoder.num_heads // decoder.kv_heads
     if array == "attention/qkv":
         return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
-    if names == _EXPERTS["mlp/up"]:
+    if names == EXPERTS["mlp/up"]:
         return (1 if decoder.activation == "gelu" else 2,), 0
     return ((1,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
 
 
-def _stacked(dims: Dims) -> int:
-    """Return the number of leading dims that stack weights: layers, and experts if they have."""
-    return 1 + ("experts" in dims)
-
-
-def _input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
+def input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
+    """Return the sizes of the dims of an array of a layer that its product sums over."""
     if array == "attention/out":
         return decoder.num_heads, decoder.head_width
     return (decoder.mlp_dim if array == "mlp/down" else decoder.d_model,)
-
-
-def _init(
-    key: Array,
-    stack: tuple[int, ...],
-    shape: tuple[int, ...],
-    count: int,
-    part: Adapter,
-    is_dora: bool,
-) -> dict[str, Array]:
-    """Return A [*stack, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
-
-    B is [*stack, rank, *outputs of the module]; `shape` is [*inputs, *outputs], `stack` the number
-    of layers, and of experts if they have the weight. DoRA's scale [*stack, *outputs] is 1
-    (`with_start`).
-    """
-    ins, outs = shape[:count], list(shape[count:])
-    outs[part.dim - count] = part.size
-    bound = 1 / math.sqrt(math.prod(ins))
-    named = f"{part.module} {(*stack, *shape)}".encode()
-    own = jax.random.fold_in(key, zlib.crc32(named) & 0x7FFFFFFF)
-    a = jax.random.uniform(own, (*stack, *ins, part.rank), jnp.float32, -bound, bound)
-    made = {"a": a, "b": jnp.zeros((*stack, part.rank, *outs), jnp.float32)}
-    return {**made, "scale": jnp.ones((*stack, *outs), jnp.float32)} if is_dora else made
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _is_adapted(node: Any) -> bool:
     return isinstance(node, AdaptedWeight)
 
 
+def has_adapters(model: Model) -> bool:
+    """Return whether a model's parameters have adapters."""
+    return any(map(_is_adapted, jax.tree.leaves(model.axes, is_leaf=_is_adapted)))
+
+
 def without_adapters(model: Model) -> Model:
     """Return the model of the frozen weights alone; a model without adapters is unchanged."""
-    if not any(map(_is_adapted, jax.tree.leaves(model.axes, is_leaf=_is_adapted))):
+    if not has_adapters(model):
         return model
     return dataclasses.replace(
         model, init=lambda key: base_of(model.init(key)), axes=base_of(model.axes)

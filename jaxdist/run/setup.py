@@ -51,6 +51,7 @@ from jaxdist.core.weights import GROUPS, base_of, frozen, trained
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.data.record_rows import record_fields, row_kind
+from jaxdist.models.adapted_model import with_adapters
 from jaxdist.models.adapters import only_adapters, with_base, with_start
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
@@ -460,7 +461,9 @@ def assemble(
     process; None = one host per process. `model` replaces the model of the settings, and
     `objective` the objective of the model.
     """
-    model = config.build_model() if model is None else model
+    if model is None:
+        model = config.build_model()
+    model = with_adapters(config.lora, config.model, model)
     if objective := objective or config.make_objective():
         model = dataclasses.replace(model, objective=objective)
     original, num_devices = config, len(devices)
