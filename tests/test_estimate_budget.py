@@ -9,20 +9,28 @@ import json
 import math
 import types
 
+import jax
+import optax
 import pytest
 from refusals import missing, refused
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
+from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate import memory_check
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 from jaxdist.plan.estimate.remat import POLICIES, policies_of
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.run import setup
+from jaxdist.run.program import Program
+from jaxdist.run.setup import assemble
+from jaxdist.run.startup import with_objects
 from jaxdist.runtime import backend
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
@@ -69,6 +77,23 @@ def test_nodes_are_hosts_and_not_processes(hosts, num_nodes):
     budget = Budget.of(run(), MeshSpec(fsdp=16), devices, None, dict(enumerate(hosts)))
     cluster = budget.job.cluster
     assert (cluster.num_nodes, cluster.gpus_per_node) == (num_nodes, 16 // num_nodes)
+
+
+def test_own_optimizer_is_counted_with_its_state(monkeypatch):
+    """The reference are the estimates of the same rules as settings."""
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8)
+    monkeypatch.setattr(memory_check, "_cluster_of", lambda *_: (cluster, 72 * 2.0**30))
+    moments = lambda parts: parts.budget().memory.state["optimizer moments"]
+    for name, rule in (("adamw", optax.adam(1.0)), ("sgd", optax.trace(0.9))):
+        config = RunConfig(mesh=MeshConfig(shape="dp=2,fsdp=2,tp=2"))
+        parts = assemble(config, jax.devices())
+        own = with_objects(parts, Program(optimizer=rule))
+        optim = OptimConfig(optimizer=name)
+        expected = assemble(dataclasses.replace(config, optim=optim), jax.devices())
+        assert moments(own) == pytest.approx(moments(expected), rel=1e-3)
+    plain = with_objects(parts, Program(optimizer=optax.scale(-1.0)))
+    assert moments(plain) == 0 < moments(parts)
+    assert plain.budget().replanned(False, None).memory.state["optimizer moments"] == 0
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_least_change():

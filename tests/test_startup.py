@@ -43,7 +43,7 @@ def resume_to(steps: int, **optim) -> SimpleNamespace:
     schedule = make_lr_schedule(
         config.optim, total_steps=steps, global_batch_size=config.train.global_batch_size
     )
-    return SimpleNamespace(config=config, schedule=schedule)
+    return SimpleNamespace(config=config, schedule=schedule, has_own_schedule=False)
 
 
 def test_longer_run_warns_that_its_learning_rate_rises_again():
@@ -58,6 +58,12 @@ def test_longer_run_warns_that_its_learning_rate_rises_again():
     assert _raised_rate(resume_to(800, **constant), stored(**constant), 400) == ""
     warned = _raised_rate(resume_to(800, schedule="wsd"), stored(schedule="wsd"), 400)
     assert missing(warned, "train.steps 400 -> 800", "decay") == []
+    own = resume_to(800)
+    own.has_own_schedule = True
+    assert _raised_rate(own, stored(), 400) == ""
+    assert [RunConfig().remarks(has_own_schedule=x) for x in (False, True)] == [[], []]
+    short = resume_to(9).config
+    assert len(short.remarks()) == 1 and not short.remarks(has_own_schedule=True)
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,11 @@ class RunConfig:
         """The configured run directory, to start or resume in; "" = create a new one."""
         return self.run_dir if self.resume in ("auto", "never") else self.resume
 
-    def remarks(self) -> list[str]:
-        """Return one line for each legal but unusual setting, for the log at the start."""
+    def remarks(self, *, has_own_schedule: bool = False) -> list[str]:
+        """Return one line for each legal but unusual setting, for the log at the start.
+
+        With `has_own_schedule`, the settings of the learning rate are unused.
+        """
         optim, steps = self.optim, self.train.steps
         lines = [
             f"the stage of train.batch_schedule or train.seq_schedule after step {first} is not "
@@ -194,6 +197,8 @@ class RunConfig:
             lines.append("lora.rank without init_from: the frozen weights are random")
         if self.init_from and is_model(self.init_from):
             lines += left_out(read_json(folder_of(self.init_from)))
+        if has_own_schedule:
+            return lines
         if 0 < steps <= optim.warmup_steps:
             lines.append(
                 f"optim.warmup_steps={optim.warmup_steps} is not less than train.steps={steps}: "

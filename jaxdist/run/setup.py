@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class Parts:
         is_shrunk: True if an elastic run has fewer devices than its mesh setting.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
+        has_own_optimizer, has_own_schedule: whether they are objects of a Python program.
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
         packed: True if rows have several documents; guessed from the settings until data is open.
@@ -95,6 +97,8 @@ class Parts:
     loss_scale: dict[str, Array]
     num_params: int
     packed: bool
+    has_own_optimizer: bool = False
+    has_own_schedule: bool = False
     check: KernelCheck | None = None
     remat: str | None = None
     base: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -154,7 +158,14 @@ class Parts:
 
         `host_of` is as in `assemble`.
         """
-        return Budget.of(self.config, self.spec, self.devices, self.model, host_of)
+        own = None
+        if self.has_own_optimizer:
+            leaves = jax.tree.leaves(self.abstract_state().opt_state)
+            shard = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            own = float(sum(map(shard, leaves)))
+        return Budget.of(
+            self.config, self.spec, self.devices, self.model, host_of, own_moment_bytes=own
+        )
 
     def in_stage(self, num_steps: int) -> Parts:
         """Return the parts for the step that follows `num_steps` steps; their `step` is kept.

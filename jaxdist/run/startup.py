@@ -92,7 +92,7 @@ def with_objects(parts: Parts, program: Program) -> Parts:
             "your own: it must be known to update each layer alone. Set it to none or host."
         )
     if rule is not None:
-        parts = dataclasses.replace(parts, optimizer=from_optax(rule))
+        parts = dataclasses.replace(parts, optimizer=from_optax(rule), has_own_optimizer=True)
         schedule = schedule or (lambda step: 1.0)
     if schedule is None:
         return parts
@@ -102,7 +102,7 @@ def with_objects(parts: Parts, program: Program) -> Parts:
         with jax.numpy_dtype_promotion("standard"):
             return jnp.asarray(schedule(step), jnp.float32)
 
-    return dataclasses.replace(parts, schedule=rate)
+    return dataclasses.replace(parts, schedule=rate, has_own_schedule=True)
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
@@ -273,14 +273,21 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
 
 
 def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
-    """Return a warning if a resume increases the learning rate of the stored schedule, else ""."""
+    """Return a warning if a resume increases the learning rate of the stored schedule, else "".
+
+    The schedule of a Python program is not compared, because it is not stored.
+    """
     total, now = stored.train.steps, parts.config
-    if not step or total == now.train.steps:
+    if not step or total == now.train.steps or parts.has_own_schedule:
         return ""
     before = make_lr_schedule(
-        stored.optim, total_steps=total, global_batch_size=stored.train.global_batch_size
+        stored.optim,
+        total_steps=total,
+        global_batch_size=stored.train.global_batch_size,
+        batches=[(stage.first_step, stage.batch_size) for stage in stored.train.stages],
     )
-    old_rate = float(before(jnp.int32(step - 1)))
+    # With train.batch_schedule, the stored rate may rise at this step, too.
+    old_rate = float(before(jnp.arange(step - 1, step + 1)).max())
     rate = float(parts.schedule(jnp.int32(step)))
     if step <= now.optim.warmup_steps or rate <= old_rate * _SAME_RATE:
         return ""
@@ -296,7 +303,7 @@ def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
 def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:
     """Log the header of a run: devices, mesh and its reason, model, batch."""
     config, model = parts.config, parts.model
-    for remark in config.remarks():
+    for remark in config.remarks(has_own_schedule=parts.has_own_schedule):
         log.warning("%s", remark)
     reason = parts.mesh_reason
     if parts.is_shrunk:

@@ -110,6 +110,7 @@ _WITHOUT_TRAIN = ("copies", "layers", "layout", "outer", "trained", "_gathered_d
 class Job:
     """A run on a mesh of a cluster; `config.mesh.shape` is ignored.
 
+    `own_moment_bytes` of a device are those of a program's optimizer, None = that of the settings.
     If `packed` is None, the settings determine it. If `check` is None, cuDNN's kernel is assumed to
     pass its check.
     """
@@ -121,6 +122,7 @@ class Job:
     engine: Engine = dataclasses.field(default_factory=Engine)
     packed: bool | None = None
     check: KernelCheck | None = None
+    own_moment_bytes: float | None = None
 
     @classmethod
     def of(

@@ -128,6 +128,8 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 def moment_bytes(job: Job) -> float:
     """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
+    if job.own_moment_bytes is not None:
+        return job.own_moment_bytes
     if job.config.optim.moment_dtype != "int8" and job.config.optim.optimizer in ("adamw", "lion"):
         return job.total(job.trained, "moment") * job.config.optim.moment_bytes
     total = 0.0

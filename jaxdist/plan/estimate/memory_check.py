@@ -51,6 +51,8 @@ class Budget:
         devices: Sequence[Any],
         model: Model | None,
         host_of: Mapping[int, str] | None = None,
+        *,
+        own_moment_bytes: float | None = None,
     ) -> Budget | None:
         """Return the budget of a run on its devices; None unless they are GPUs of known limit."""
         cluster_and_limit = _cluster_of(config, devices, host_of or {})
@@ -65,7 +67,10 @@ class Budget:
                 *(cluster.gpu.name, config.precision.resolve("gpu")),
             )
         own = sum(device.process_index == jax.process_index() for device in devices)
-        return cls._of_job(Job.of(config, spec, cluster, model), limit, own)
+        job = dataclasses.replace(
+            Job.of(config, spec, cluster, model), own_moment_bytes=own_moment_bytes
+        )
+        return cls._of_job(job, limit, own)
 
     @classmethod
     def _of_job(cls, job: Job, limit: float, own_gpus: int) -> Budget:
