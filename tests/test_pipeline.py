@@ -131,8 +131,8 @@ def test_explicit_microbatches_override_the_default(num_microbatches, count):
 
 
 def test_invalid_settings_are_rejected_with_the_fix():
-    (problem,) = problems_of(PipelineConfig(num_virtual_stages=0), "pipeline")
-    assert "pipeline.num_virtual_stages=0" in problem
+    (problem,) = problems_of(PipelineConfig(num_virtual_stages=-1), "pipeline")
+    assert "pipeline.num_virtual_stages=-1" in problem
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,31 @@ def test_invalid_settings_are_rejected_with_the_fix():
 )
 def test_layers_are_balanced_with_the_head(layers, p, v, head, expected):
     assert balanced(layers, p, v, head) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "p", "m", "head", "virtual"),
+    [  # the fastest of the compiled programs in `results/pipeline_gpu_compile.md`
+        (40, 4, 16, 0.6, 5),
+        (80, 4, 32, 0.6, 10),
+        (126, 16, 64, 0.65, 4),
+        (8, 4, 4, 0.0, 2),
+        (8, 2, 5, 3.0, 2),
+    ],
+)
+def test_the_cheapest_number_of_virtual_stages_is_chosen(layers, p, m, head, virtual):
+    def seconds(v: int) -> float:
+        depths = balanced(layers, p, v, head)
+        ticks = simulate(make_schedule("1f1b", p, m, v)).forward_permutes
+        loops = 1 if max(depths) <= 2 else max(depths)
+        at_end = m * max(0.0, 3 * head - 2 * (max(depths) - depths[-1]))
+        return 3 * ticks * (max(depths) + 0.1 * loops) + at_end
+
+    config = PipelineConfig(num_virtual_stages=0)
+    chosen = config.choose_depths(layers, p, m, head)
+    assert chosen == balanced(layers, p, virtual, head)
+    counts = [v for v in (1, 2, 4, 5, 8, 10) if -(-layers // p) % v == 0]
+    assert min(counts, key=seconds) == virtual
 
 
 def test_layers_are_stored_on_the_stages_that_run_them():

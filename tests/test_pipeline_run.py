@@ -19,8 +19,10 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
 from jaxdist.core.types import Context
+from jaxdist.hardware import parse_gpus
 from jaxdist.models import DecoderConfig
 from jaxdist.optim import OptimConfig
+from jaxdist.plan.estimate.job import Job
 from jaxdist.run.setup import assemble
 
 OPTIMIZER = optax.scale_by_adam()
@@ -145,6 +147,29 @@ def test_checkpoint_has_the_layers_in_the_order_of_the_model(
 
 def key_data(x):
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def test_the_run_uses_the_chosen_virtual_stages():
+    train = TrainConfig(global_batch_size=8, seq_len=16, num_microbatches=8)
+    chosen, named = (
+        RunConfig(
+            model=SMALL,
+            mesh=MeshConfig(shape="pp=4"),
+            train=train,
+            pipeline=PipelineConfig(num_virtual_stages=virtual, layers_per_stage=depths),
+        )
+        for virtual, depths in ((0, "auto"), (0, "1,1,1,1,1,1,1,1"))
+    )
+    for config in (chosen, named):
+        config.check_mesh(MeshSpec.parse("pp=4"))
+        parts = assemble(config, jax.devices()[:4])
+        assert parts.plan.layers.depths == (1,) * 8
+        assert parts.pipeline_schedule.num_virtual_stages == 2
+        job = Job.of(config, MeshSpec.parse("pp=4"), parse_gpus("h100:4")[0])
+        assert job.stages.report.bubble == pytest.approx(3 / 19)
+    wrong = dataclasses.replace(named.pipeline, layers_per_stage="1,1,1,1,1,1,2")
+    problems = dataclasses.replace(named, pipeline=wrong).mesh_problems(MeshSpec.parse("pp=4"))
+    assert "pipeline.layers_per_stage=1,1,1,1,1,1,2" in problems[0]
 
 
 def test_generation_on_stages_matches_the_logits_of_one_device():

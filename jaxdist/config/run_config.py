@@ -359,17 +359,21 @@ class RunConfig:
             ),
             auto_tensor=model.tensor == "auto",
             context_attention=self.mesh.context_attention,
-            stage_depths=self._stage_depths(spec[PIPELINE], model),
+            stage_depths=self._stage_depths(spec, model),
             host_of=host_of or {},
         )
 
-    def _stage_depths(self, num_stages: int, model: Model) -> tuple[int, ...]:
+    def _stage_depths(self, spec: MeshSpec, model: Model) -> tuple[int, ...]:
+        num_stages, size = spec[PIPELINE], rows_per_example(model.objective)
         if num_stages == 1 or not model.num_layers:
             return ()
         head = 6.0 * model.vocab_size * model.dims.get("d_model", 0)  # FLOPs per token
         layers = model.flops_per_token.get("causal", 0.0) - head
         share = head * model.num_layers / layers if layers > 0 else 0.0
-        return self.pipeline.choose_depths(model.num_layers, num_stages, share)
+        rows = max(size, self.train.global_batch_size // spec.num_replicas)
+        choose = self.pipeline.choose_microbatches
+        count = self.train.num_microbatches or choose(num_stages, rows, size)
+        return self.pipeline.choose_depths(model.num_layers, num_stages, count, share)
 
     def state_bytes(self, model: Model, *, gradients: bool = True) -> int:
         """Return the total bytes of parameter groups, moments and, if set, gradients."""

@@ -207,7 +207,10 @@ def plan_step(
     gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
     layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
     gathers = any(axes_of(layout.gather_spec(dims)) for dims in layers)  # ends at the first
-    virtual = pipeline.num_virtual_stages if has_stages else 1
+    virtual = max(1, pipeline.num_virtual_stages) if has_stages else 1
+    if has_stages:
+        virtual = len(layout.stage_depths) // layout.size(PIPELINE) or virtual
+        pipeline = dataclasses.replace(pipeline, num_virtual_stages=virtual)
     split = LayerSplit.of(model.num_layers, layout.size(PIPELINE), virtual, layout.stage_depths)
     per_body, reasons["layers_per_body"] = layers_of_a_body(
         model, layout, platform, remat, gathers=gathers, split=split

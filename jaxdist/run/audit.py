@@ -213,7 +213,7 @@ def _wrong_on(
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
     """Return the settings with a small float32 model and few rows that satisfy the mesh's rules."""
-    total = spec[PIPELINE] * config.pipeline.num_virtual_stages
+    total = spec[PIPELINE] * max(1, config.pipeline.num_virtual_stages)
     layers = 2 * total - (config.model.dims.get("layers", 0) % total > 0)
     multiple = math.prod(spec.sizes.values())
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])

@@ -227,7 +227,7 @@ class Parts:
         """The pipeline schedule of one step; None without stages."""
         if self.spec[PIPELINE] == 1:
             return None
-        return self.config.pipeline.make_schedule(
+        return self.plan.pipeline.make_schedule(
             num_stages=self.spec[PIPELINE],
             rows=self.config.train.global_batch_size // self.spec.num_replicas,
             num_microbatches=self.config.train.num_microbatches,

@@ -202,7 +202,7 @@ class Job:
         """The cost of the pipeline schedule; None without stages."""
         if self.spec[PIPELINE] == 1:
             return None
-        pipeline, num_stages = self.config.pipeline, self.spec[PIPELINE]
+        pipeline, num_stages = self.plan.pipeline, self.spec[PIPELINE]
         count = self.config.train.num_microbatches or pipeline.choose_microbatches(
             num_stages, self.rows, rows_per_example(self.model.objective)
         )

@@ -23,6 +23,7 @@ from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.virtual_stages import MOST
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model, offloaded_names, rows_per_example
 from jaxdist.hardware import Cluster
@@ -330,21 +331,17 @@ def _remats(job: Job) -> list[str]:
     return policies if cannot_offload or current in (*policies, "auto") else [current, *policies]
 
 
-_MOST_VIRTUAL_STAGES = 10
-"""More virtual stages hardly reduce the bubble, and exchange activations more often."""
-
-
 def _pipelines(job: Job) -> list[dict[str, Any]]:
     current, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
     most = -(-job.model.num_layers // stages)
-    counts = {current.num_virtual_stages, *divisors_of(most)}
-    counts = {v for v in counts if v <= _MOST_VIRTUAL_STAGES or v == current.num_virtual_stages}
+    own_count = current.num_virtual_stages or len(current.depths) // stages
+    counts = {own_count, *(v for v in divisors_of(most) if v <= MOST)} - {0}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
         gathers = [current.gather]
-    own = {current.num_virtual_stages: current.layers_per_stage}
+    own = {own_count: current.layers_per_stage}
     return [
         {"num_virtual_stages": v, "gather": g, "layers_per_stage": own.get(v, "auto")}
         for v in sorted(counts)

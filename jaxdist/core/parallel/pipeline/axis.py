@@ -12,7 +12,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
             f"mesh pp={size}: this model has no stacked layers to cut into stages. "
             "Use pp=1 and give the devices to another axis."
         ]
-    virtual, depths = workload.num_virtual_stages, workload.layers_per_stage
+    depths = workload.layers_per_stage
+    virtual = workload.num_virtual_stages or max(1, len(depths) // size)
     layers = workload.named("layers")
     most = -(-num_layers // size)
     if size > num_layers:

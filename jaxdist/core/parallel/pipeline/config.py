@@ -9,7 +9,7 @@ from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.simulation import Costs, simulate
-from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced, cheapest
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import setting
 
@@ -19,7 +19,10 @@ class PipelineConfig:
     """Flow of microbatches through the stages of the `pipeline` axis (`pp` > 1)."""
 
     num_virtual_stages: int = setting(
-        1, "virtual stages per stage (interleaving); more = smaller bubble, more messages", ge=1
+        1,
+        "virtual stages per stage (interleaving); more = smaller bubble, more messages; "
+        "0 = the number with the shortest step, by an estimate from compiled programs",
+        ge=0,
     )
     layers_per_stage: str = setting(
         "auto",
@@ -46,12 +49,18 @@ class PipelineConfig:
         text = self.layers_per_stage
         return () if text == "auto" else tuple(map(int, text.split(",")))
 
-    def choose_depths(self, num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
+    def choose_depths(
+        self, num_layers: int, num_stages: int, num_microbatches: int, head: float
+    ) -> tuple[int, ...]:
         """Return the number of layers of each virtual stage, in the order of the model.
 
         `head` is the time of the head relative to a layer's; see `virtual_stages.balanced`.
         """
-        return self.depths or balanced(num_layers, num_stages, self.num_virtual_stages, head)
+        if self.depths:
+            return self.depths
+        if self.num_virtual_stages:
+            return balanced(num_layers, num_stages, self.num_virtual_stages, head)
+        return cheapest(num_layers, num_stages, num_microbatches, head)
 
     def make_schedule(
         self, *, num_stages: int, rows: int, num_microbatches: int = 0, rows_per_example: int = 1
@@ -75,7 +84,7 @@ class PipelineConfig:
         number of stages, so that groups are full.
         """
         counts = divisors_of(rows // rows_per_example)
-        if self.num_virtual_stages > 1:
+        if self.num_virtual_stages != 1:
             counts = [d for d in counts if d % num_stages == 0] or counts
         return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
 

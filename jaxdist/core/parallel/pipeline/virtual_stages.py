@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.axis import axes_of, spec_over
+from jaxdist.core.axis import axes_of, divisors_of, spec_over
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.types import Array
 
@@ -114,6 +114,41 @@ def balanced(
         return (num_layers // total,) * total
     choices = [depths(last) for last in range(-(-num_layers // total), -1, -1)]
     return min(choices, key=seconds)
+
+
+MOST = 10
+"""More virtual stages hardly reduce the bubble, and exchange activations more often."""
+
+_LOOP = 0.1
+"""Time of an iteration of the loop over layers without its layers, relative to a layer.
+
+Fitted to the step times of 13B and 70B in `scripts/bench/results/pipeline_gpu_compile.md`."""
+
+_UNROLLED = 2  # layers of a virtual stage that the compiler sees as one sequence
+
+
+@functools.cache
+def cheapest(
+    num_layers: int, num_stages: int, num_microbatches: int, head: float
+) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage for the shortest step.
+
+    More virtual stages idle less, but smaller loops over layers overlap less communication. `head`
+    is as in `balanced`.
+    """
+    p, m = num_stages, num_microbatches
+    groups, last = divmod(m - 1, p)  # microbatches pass in groups of p
+
+    def seconds(depths: Sequence[int]) -> float:
+        virtual, deepest = len(depths) // p, max(depths)
+        # An incomplete last group leaves idle ticks.
+        ticks = groups * p * virtual + (virtual - 1) * p + last + p
+        loops = 1 if deepest <= _UNROLLED else deepest
+        at_end = max(0.0, 2 * depths[-1] + 3 * head - 2 * deepest)
+        return 3 * ticks * (deepest + _LOOP * loops) + m * at_end
+
+    counts = [v for v in divisors_of(-(-num_layers // p)) if v <= MOST]
+    return min((balanced(num_layers, p, v, head) for v in counts), key=seconds)
 
 
 def stored_shape(path: Any, x: Any, split: LayerSplit) -> tuple[int, ...]:
