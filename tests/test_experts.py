@@ -31,7 +31,6 @@ from tiny import (
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.core import collectives
-from jaxdist.core.attention import AttentionPlan, make_attend
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.matmul import grouped
 from jaxdist.core.matmul.grouped import make_grouped_dot
@@ -40,6 +39,7 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.expert import make_experts
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.routing import record_routing
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import Context, Routing
@@ -142,6 +142,15 @@ ROUTERS = {
 """Name -> experts of 8 rows of tokens. An expert may appear twice, unlike in a real router."""
 
 
+def most_rounds(chosen, spec: MeshSpec) -> int:
+    """Return the largest number of exchanges after the first, from loads of pairs of devices."""
+    parts = np.asarray(chosen).reshape(spec.num_replicas, -1)
+    size = spec["expert"]
+    capacity = max(1, int(np.ceil(1.25 * parts.shape[1] / size)))
+    loads = [np.bincount(p[p < EXPERTS] // (EXPERTS // size), minlength=1).max() for p in parts]
+    return max(0, int(-(-max(loads) // capacity)) - 1)
+
+
 @pytest.mark.parametrize("mesh", ["ep=8", "fsdp=2,ep=4", "dp=2,ep=2,tp=2"])
 def test_no_router_loses_a_token_or_its_gradient(mesh):
     rng = np.random.default_rng(0)
@@ -159,17 +168,19 @@ def test_no_router_loses_a_token_or_its_gradient(mesh):
     split = "tensor" if spec["tensor"] > 1 else None
 
     def run(experts, x, shares, up, down, chosen, cotangent):
-        y = experts(x, Routing(chosen, shares), up, down, activate)
-        return jnp.sum(y * cotangent), y
+        y, rounds = experts(x, Routing(chosen, shares), up, down, activate)
+        return jnp.sum(y * cotangent), (y, 0 if rounds is None else rounds)
 
     exchange = make_experts(make_grouped_dot("cpu"))
 
     def total(x, shares, up, down, chosen, cotangent):
         x, shares, chosen = collectives.vary((x, shares, chosen), split or ())
         up, down = collectives.vary((up, down), tuple(axis for axis in rows if axis != "expert"))
-        total, y = run(exchange, x, shares, up, down, chosen, cotangent)
+        total, (y, rounds) = run(exchange, x, shares, up, down, chosen, cotangent)
         total = collectives.all_reduce(total, (*rows, split) if split else rows)
-        return total, collectives.all_reduce(y, split) if split else y
+        y = collectives.all_reduce(y, split) if split else y
+        others = tuple(axis for axis in rows if axis != "expert")
+        return total, (y, collectives.all_reduce(rounds, others, "max") if others else rounds)
 
     experts = (P("expert", None, None, split), P("expert", split))
     gradients = partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True)
@@ -178,13 +189,14 @@ def test_no_router_loses_a_token_or_its_gradient(mesh):
         in_order(gradients(total)),
         mesh=spec.build(jax.devices()[: spec.num_devices]),
         in_specs=(P(rows), P(rows), *experts, P(rows), P(rows)),
-        out_specs=((P(), P(rows)), (P(rows), P(rows), *experts)),
+        out_specs=((P(), (P(rows), P())), (P(rows), P(rows), *experts)),
     )
     both = [jax.jit(sharded), jax.jit(gradients(partial(run, every_expert)))]
     for router, choose in ROUTERS.items():
         chosen = jnp.array(choose(rng), jnp.int32)
         results = [function(*inputs, chosen, cotangent) for function in both]
-        results = [(y, *grads) for (_, y), grads in results]
+        assert int(results[0][0][1][1]) == most_rounds(chosen, spec), router
+        results = [(y, *grads) for (_, (y, _)), grads in results]
         for ours, expected in zip(*results, strict=True):
             atol = 2e-6 * np.abs(expected).max()
             assert atol or router == "all are dropped"
@@ -264,19 +276,53 @@ def test_router_of_deepseek_equals_its_definition():
 
 
 def counts_of(name: str, params, batch) -> np.ndarray:
-    model, chosen = model_of(name), []
+    chosen = np.asarray(record_routing(model_of(name), params, batch))
+    return counted(chosen[batch["segments"] > 0])
 
-    def experts(x, routing, *weights):
-        chosen.append(np.asarray(routing.experts)[batch["segments"] > 0])
-        return every_expert(x, routing, *weights)
 
-    context = Context(attend=make_attend(AttentionPlan("cpu")), experts=experts)
-    batch = jax.tree.map(jnp.asarray, batch)
-    x, aux = model.embed(params, batch, context), model.prepare(batch, context)
-    for index in range(model.num_layers):
-        weights = jax.tree.map(lambda w, i=index: w[i], params["layers"])
-        x, _ = model.block(weights, x, aux, dataclasses.replace(context, layer=index))
-    return np.stack([np.bincount(c.ravel(), minlength=8) for c in chosen])
+def counted(chosen) -> np.ndarray:
+    """Return the number of choices of each expert, [layers, experts]."""
+    layers = np.moveaxis(chosen, -2, 0)
+    return np.stack([np.bincount(layer.ravel(), minlength=8) for layer in layers])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        ("pp=2,ep=2,cp=2", "experts_blocks"),
+        pytest.param("fsdp=2,ep=2,tp=2", "experts_sinks", marks=pytest.mark.product),
+    ],
+)
+def test_recorded_choices_are_replayed_on_any_mesh(mesh, name):
+    """The router of the replay has other weights, so without the record it would choose others."""
+    batch, state = text_batch(), initial_state(name)
+    batch["routing"] = np.array(record_routing(model_of(name), state.params, batch))
+    noise = np.random.default_rng(0)
+    draw = lambda x: noise.normal(size=x.shape).astype(np.float32)
+    change = lambda path, x: x + draw(x) if "router" in str(path[-1]) else x
+    params = jax.tree_util.tree_map_with_path(change, state.params)
+    again = np.array(record_routing(model_of(name), params, batch))
+    np.testing.assert_array_equal(again, batch["routing"])
+    free = {n: x for n, x in batch.items() if n != "routing"}
+    assert np.mean(record_routing(model_of(name), params, free) != again) > 0.3
+    results = []
+    for case in (Case(name, "1"), Case(name, mesh, microbatches=2)):
+        step, state = step_of(case)
+        state = dataclasses.replace(
+            state,
+            params=jax.tree.map(
+                lambda x, old: jax.device_put(x, old.sharding), params, state.params
+            ),
+        )
+        _, metrics = step.train(state, place_batch(batch, step.batch_sharding), np.inf)
+        counts = metrics["layer_sums"]["expert_tokens"]
+        np.testing.assert_array_equal(counts, counted(again))
+        results.append(float(metrics["loss"]))
+        assert ("further_rounds" in metrics) == (case.mesh != "1")
+    assert results[1] == pytest.approx(results[0], rel=PART)
+    wrong = {**batch, "routing": batch["routing"][..., :1]}
+    with refused("[16, 16, ", "experts per token", "record_routing"):
+        record_routing(model_of(name), params, wrong)
 
 
 @pytest.mark.parametrize(

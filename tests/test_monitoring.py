@@ -390,7 +390,8 @@ def test_loads_of_experts_are_summed_over_an_interval_and_a_collapse_is_reported
         # Expert 2 of layer 1 has a token in the first two intervals, in one of their steps.
         tokens = [[2.0, 4.0, 6.0], [6.0, 0.0, float(step in (1, 3))]]
         entropy = jnp.array([0.5, 1.0]) * step * 10
-        sums = {"expert_tokens": jnp.array(tokens), "router_entropy": entropy}
+        dropped = jnp.array([0.02, 0.3 if step > 2 else 0.08]) * 10
+        sums = {"expert_tokens": jnp.array(tokens), "router_entropy": entropy, "dropped": dropped}
         train(monitor, step, weight=jnp.float32(10.0), layer_sums=sums)
     monitor.close()
     records = read_records(monitor.run.metrics)
@@ -402,5 +403,7 @@ def test_loads_of_experts_are_summed_over_an_interval_and_a_collapse_is_reported
     assert reports[1]["router_entropy"] == pytest.approx([0.5 * 3.5, 3.5])
     collapses = events(records, "collapsed_experts")
     assert [(r["step"], r["experts"]) for r in collapses] == [(2, [[1, 1]]), (6, [[1, 2]])]
-    assert all(r["level"] == "warning" for r in collapses)
+    drops = events(records, "dropped_tokens")
+    assert [(r["step"], r["layer"], r["dropped"]) for r in drops] == [(4, 1, pytest.approx(0.3))]
+    assert all(r["level"] == "warning" for r in collapses + drops)
     assert not any("layer_sums" in r for r in records)

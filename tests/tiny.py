@@ -227,7 +227,7 @@ def every_expert(x: Any, routing: Any, up: Any, down: Any, activate: Any, *biase
         hidden = activate(hidden.reshape(-1, *hidden.shape[2:])).reshape(*x.shape[:2], -1)
         share = jnp.sum(jnp.where(routing.experts == i, routing.shares, 0), -1)
         outputs.append(share[..., None] * (hidden @ down[i] + (biases[1][i] if biases else 0)))
-    return sum(outputs)
+    return sum(outputs), None
 
 
 @functools.cache

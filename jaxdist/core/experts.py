@@ -28,17 +28,18 @@ GroupedDot: TypeAlias = Callable[[Array, Array, Array], Array]
 """The type of `matmul.grouped.make_grouped_dot`'s results."""
 
 
-def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
+def make_experts(grouped_dot: GroupedDot) -> Callable[..., tuple[Array, None]]:
     """Make `Context.experts` for devices that have all experts.
 
     Returns (x [batch, seq, d_model], routing, up [experts, d_model, ways, mlp], down [experts, mlp,
-    d_model], activate) -> [batch, seq, d_model], partial sums if `mlp` is split over devices. Two
+    d_model], activate) -> ([batch, seq, d_model], None). The first are partial sums if `mlp` is
+    split over devices; in place of None, an exchange returns the number of its further rounds. Two
     more arguments are biases of the products, [experts, ways, mlp] and [experts, d_model].
     """
 
     def experts(
         x: Array, routing: Routing, up: Array, down: Array, activate: Activate, *biases: Array
-    ) -> Array:
+    ) -> tuple[Array, None]:
         """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = flatten(x, routing)
         order = order_by_expert(chosen.reshape(-1))
@@ -46,7 +47,7 @@ def make_experts(grouped_dot: GroupedDot) -> Callable[..., Array]:
         sizes = count(chosen, up.shape[0])
         inputs = take(tokens, order, rows)
         outputs = run_sorted(grouped_dot, inputs, sizes, activate, up, down, *biases)
-        return combine(outputs, shares, order, rows).astype(x.dtype).reshape(x.shape)
+        return combine(outputs, shares, order, rows).astype(x.dtype).reshape(x.shape), None
 
     return experts
 

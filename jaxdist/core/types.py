@@ -281,8 +281,8 @@ class Context:
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
         experts: (x [batch, seq, d_model], `Routing` of these tokens, up, down, activate, biases
-            of both products if any) -> this device's partial sums [batch, seq, d_model]; see
-            `experts.make_experts`.
+            of both products if any) -> (this device's partial sums [batch, seq, d_model], number
+            of further exchanges or None); see `experts.make_experts`.
         sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
             rows), "seq" (the positions of a row), "seq_shard" (the positions of the residual
             stream) or "tensor" (the products of a layer). It is differentiable. The sum of 1 is
@@ -306,7 +306,7 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
-    experts: Callable[..., Array] = _missing
+    experts: Callable[..., tuple[Array, Any]] = _missing
     sum: Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor"]], Any] = (
         lambda x, over: x  # one device has all terms
     )

@@ -89,7 +89,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
     def prepare_aux(batch: Batch, context: Context) -> dict[str, Any]:
         aux = prepare(config, batch, context)
-        return aux | (routing_aux(batch, context) if config.num_experts else {})
+        return aux | (routing_aux(config, batch, context) if config.num_experts else {})
 
     def embed(params: Params, batch: Batch, context: Context) -> Array:
         """Return x [batch, seq_shard, d_model] after the embedding and the dense first layers."""
@@ -321,7 +321,9 @@ class Block(nnx.Module):
         # Route before `enter`, after which sums over tokens would count once per tensor device.
         routing, sums = self.mlp.route(x, aux, context)
         routing, x = Routing(*map(context.enter, routing)), context.enter(x)
-        out = self.mlp(x, routing, context)
+        out, rounds = self.mlp(x, routing, context)
+        if sums and rounds is not None:
+            sums |= self.mlp.rounds_sums(rounds, aux, context)
         if self.config.shared_expert_dim:
             shared = self.shared(x, context)
             if self.config.shared_expert_gate:

@@ -27,6 +27,7 @@ from jaxdist.core.types import (
 from jaxdist.core.weights import CompositeWeight, Parameter
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.settings import ConfigError
 
 STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
 """Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
@@ -103,6 +104,8 @@ class Experts(nnx.Module):
             self._preference(scores), min(config.experts_per_token + 1, config.num_experts)
         )
         chosen = chosen[..., : config.experts_per_token]
+        if "routing" in aux:
+            chosen = jnp.take(aux["routing"], context.layer, axis=2)
         gap = best[..., config.experts_per_token - 1] - best[..., -1]
         is_near = (gap < _NEAR) & (config.experts_per_token < config.num_experts)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -149,10 +152,13 @@ class Experts(nnx.Module):
         is_chosen = jax.nn.one_hot(chosen, config.routing.groups, dtype=jnp.float32).sum(-2) > 0
         return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
 
-    def __call__(self, x: Array, routing: Routing, context: Context) -> Array:
-        """Map [batch, seq, d_model] to this device's partial sums of the same shape."""
+    def __call__(self, x: Array, routing: Routing, context: Context) -> tuple[Array, Array | None]:
+        """Map [batch, seq, d_model] to this device's partial sums of the same shape.
 
-        def run(x: Array, routing: Routing, up: Any, down: Any) -> Array:
+        Also returns the number of exchanges of tokens after the first, int32 [], or None.
+        """
+
+        def run(x: Array, routing: Routing, up: Any, down: Any) -> tuple[Array, Array | None]:
             kernels = up.astype(x.dtype), down.astype(x.dtype)
             return context.experts(x, routing, *kernels, self._activate, *biases)
 
@@ -184,7 +190,6 @@ class Experts(nnx.Module):
         chosen expert nearly ties, and `dropped`, the share of choices that experts reject.
         """
         config, count = self.config, self.config.num_experts
-        num_layers = config.num_layers - len(config.dense_layers)
         probabilities = scores
         if config.routing.scores == "sigmoid":
             probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
@@ -214,31 +219,53 @@ class Experts(nnx.Module):
             "largest_load": jnp.sum(largest),
             **{name: jnp.sum(flag * weights) for name, flag in flags.items()},
         }
-        mean_of_layers = lambda value: lax.stop_gradient(value) / num_layers
-        own = (jnp.arange(num_layers) == context.layer).astype(jnp.float32)
-        of_layer = lambda value: own.reshape(-1, *(1,) * value.ndim) * value
         if not by_batch:
             sums = {name: jnp.sum(value, axis=0) for name, value in sums.items()}
-        if context.training:
-            # The largest load of a layer follows from its counts.
-            own_sums = {
-                f"{LAYER_SUM}{name}": x for name, x in metrics.items() if name != "largest_load"
-            }
-            layer_sums = jax.tree.map(of_layer, sums | lax.stop_gradient(own_sums))
-        else:
-            layer_sums = {}
-        return {"aux_loss": loss, **jax.tree.map(mean_of_layers, metrics), **layer_sums}
+        layer_sums = self._of_layer(sums, context) if context.training else {}
+        return {"aux_loss": loss, **self._metrics(metrics, context), **layer_sums}
+
+    def rounds_sums(self, rounds: Array, aux: dict[str, Any], context: Context) -> Sums:
+        """Return the metrics of the number of exchanges of tokens after the first, int32 []."""
+        value = rounds.astype(jnp.float32) * jnp.sum(aux["weights"])
+        return self._metrics({"further_rounds": value}, context)
+
+    def _metrics(self, values: Sums, context: Context) -> Sums:
+        """Return scalars as terms of the mean over layers, and in training also by layer."""
+        values = lax.stop_gradient(values)
+        # The largest load of a layer follows from its counts.
+        own = {f"{LAYER_SUM}{name}": x for name, x in values.items() if name != "largest_load"}
+        means = {name: x / self._num_layers for name, x in values.items()}
+        return means | (self._of_layer(own, context) if context.training else {})
+
+    def _of_layer(self, values: Sums, context: Context) -> Sums:
+        """Return arrays [...] as [layers with experts, ...], which are 0 for other layers."""
+        own = (jnp.arange(self._num_layers) == context.layer).astype(jnp.float32)
+        return jax.tree.map(lambda value: own.reshape(-1, *(1,) * value.ndim) * value, values)
+
+    @property
+    def _num_layers(self) -> int:
+        return self.config.num_layers - len(self.config.dense_layers)
 
 
-def routing_aux(batch: Batch, context: Context) -> dict[str, Array]:
+def routing_aux(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Array]:
     """Return `weights` and `real` (0 = padding, else 1) of tokens, float32 [batch, seq_shard] each.
 
-    If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...].
+    If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...], and
+    recorded choices `routing`, int32 [batch, seq_shard, layers with experts, experts_per_token].
     """
     weights = batch["weights"].astype(jnp.float32)
     real = (batch["segments"] > 0) if "segments" in batch else jnp.ones_like(weights, bool)
     totals = {name: batch[name][0] for name in STEP_SUMS if name in batch}
     real = real.astype(jnp.float32)
+    if "routing" in batch:
+        shape = (config.num_layers - len(config.dense_layers), config.experts_per_token)
+        if batch["routing"].shape[2:] != shape:
+            raise ConfigError(
+                f"routing of a batch is {list(batch['routing'].shape)}: it must be [batch, seq, "
+                f"{shape[0]} layers with experts, {shape[1]} experts per token]. Record it with "
+                "jaxdist.core.routing.record_routing on a model of this size."
+            )
+        totals["routing"] = context.split(batch["routing"])
     return {"weights": context.split(weights), "real": context.split(real), **totals}
 
 

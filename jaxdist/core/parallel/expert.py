@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxdist.core import collectives, experts
 from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Array, Routing
 
 FACTOR = 1.25
@@ -64,10 +65,11 @@ class _Inputs(NamedTuple):
     weights: tuple[Array, ...]
 
 
-def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
+def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., tuple[Array, Array]]:
     """Make `Context.experts` for devices that have `experts / ep` experts each.
 
-    Arguments and result [batch, seq, d_model] are those of `experts.make_experts`. A device sends
+    Arguments and results [batch, seq, d_model] and int32 [], the rounds after the first, are those
+    of `experts.make_experts`. A device sends
     `FACTOR` · experts_per_token times the bytes of x, twice per pass, and a few integers.
     """
 
@@ -78,7 +80,7 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
         down: Array,
         activate: experts.Activate,
         *biases: Array,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """Return each token's sum over its experts of share · output, [batch, seq, d_model]."""
         tokens, chosen, shares = experts.flatten(x, routing)
         inputs = _Inputs(tokens, shares, (up, down, *biases))
@@ -87,13 +89,14 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., Array]:
         inputs = collectives.vary(inputs, axes)
         plan = _plan(collectives.vary(chosen, axes), up.shape[0])
         capacity = max(1, math.ceil(FACTOR * chosen.size / lax.axis_size(EXPERT.name)))
-        rounds = collectives.all_reduce(
-            jnp.max(plan.counts + capacity - 1) // capacity, EXPERT.name, "max"
-        )
+        # Tensor devices have the same tokens; with them the number does not vary over their axis.
+        agreed = tuple(axis for axis in axes if axis in (EXPERT.name, TENSOR.name))
+        rounds = jnp.max(plan.counts + capacity - 1) // capacity
+        rounds = collectives.all_reduce(rounds, agreed, "max")
         run = partial(_round, grouped_dot, activate, capacity)
         # The rounds after the first are almost never needed and save no values for backward.
         total = run(plan, 0, inputs) + _further_rounds(run, plan, rounds, inputs)
-        return total.astype(x.dtype).reshape(x.shape)
+        return total.astype(x.dtype).reshape(x.shape), jnp.maximum(rounds - 1, 0)
 
     return exchanged
 

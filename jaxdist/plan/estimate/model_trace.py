@@ -120,7 +120,7 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
 
     per_token: list[int] = []
 
-    def experts(x: Array, routing: Routing, *weights: Any) -> Array:
+    def experts(x: Array, routing: Routing, *weights: Any) -> tuple[Array, None]:
         """Record the number of experts of a token; return [batch, seq, d_model]."""
         per_token.append(routing.experts.shape[-1])
         return _used_experts(x, routing, *weights)
@@ -376,7 +376,7 @@ def _used_experts(
     down: Array,
     activate: Callable[[Array], Array],
     *biases: Array,
-) -> Array:
+) -> tuple[Array, None]:
     """Return a sum like that of `Context.experts`, [batch, seq, d_model], with equal work.
 
     As many experts as each token has process all tokens. Biases are left out.
@@ -386,7 +386,7 @@ def _used_experts(
     per_token, (_, _, ways, mlp) = shares.shape[-1], up.shape
     products = jnp.einsum("bsd,edwf->bsewf", x, up[:per_token])
     hidden = activate(products.reshape(-1, ways, mlp)).reshape(*shares.shape, mlp)
-    return jnp.einsum("bsef,efd->bsd", hidden * shares[..., None], down[:per_token])
+    return jnp.einsum("bsef,efd->bsd", hidden * shares[..., None], down[:per_token]), None
 
 
 def _flops(jaxpr: Any) -> float:

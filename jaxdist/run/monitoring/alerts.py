@@ -146,6 +146,7 @@ class Alerts:
 
 
 _NAMED = 8  # experts that a warning names
+_DROPPED = 0.1  # share of the choices of a layer that is worth a warning
 
 
 class ExpertLoads:
@@ -158,6 +159,7 @@ class ExpertLoads:
         self._weight = 0.0
         self._num_steps = 0
         self._unused: set[tuple[int, int]] = set()
+        self._dropping = False
 
     def add(self, sums: Mapping[str, Any], weight: float) -> None:
         """Add a step's sums: tokens [layers, experts], statistics × `weight` [layers]."""
@@ -187,6 +189,19 @@ class ExpertLoads:
             f"experts/{name}/{i:03d}": x for name, xs in lists.items() for i, x in enumerate(xs)
         }
         self._plot(step, points)
+        dropped = np.asarray(fields.get("dropped", [0.0]))
+        if dropped.max() > _DROPPED and not self._dropping:
+            self._dropping, layer = True, int(dropped.argmax())
+            self._event(
+                "dropped_tokens",
+                step=step,
+                layer=layer,
+                dropped=float(dropped[layer]),
+                level=logging.WARNING,
+                message=f"the experts of layer {layer} dropped {100 * dropped[layer]:.0f} % of "
+                f"their tokens in {self._num_steps} steps. Raise capacity_factor or balance_loss "
+                "in model.router.",
+            )
         unused = set(zip(*(index.tolist() for index in np.nonzero(loads == 0)), strict=True))
         if new := sorted(unused - self._unused):
             named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in new[:_NAMED])
