@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from jaxdist.core.parallel.expert import ROUNDS
 from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import (
     KINDS,
@@ -187,7 +188,8 @@ class _Roofline:
 
     def _trips(self, loop: HloInstruction, body: str) -> float:
         """Return how often a loop runs; if that depends on the data, once as often as its scope."""
-        known = "known_trip_count" in loop.attributes
+        # Further rounds of experts run only if loads are unequal.
+        known = "known_trip_count" in loop.attributes or f"/{ROUNDS}/" in loop.op_name
         return trips_of(loop) if known else self._share(body)
 
     def _share(self, branch: str) -> float:

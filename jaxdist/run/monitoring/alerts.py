@@ -198,7 +198,7 @@ class ExpertLoads:
                 layer=layer,
                 dropped=float(dropped[layer]),
                 level=logging.WARNING,
-                message=f"the experts of layer {layer} dropped {100 * dropped[layer]:.0f} % of "
+                message=f"the experts of layer {layer} dropped {percent(dropped[layer])} of "
                 f"their tokens in {self._num_steps} steps. Raise capacity_factor or balance_loss "
                 "in model.router.",
             )
