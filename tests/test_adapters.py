@@ -5,6 +5,8 @@ import functools
 import itertools
 import math
 import re
+import signal
+import time
 import zlib
 
 import jax
@@ -23,7 +25,7 @@ from adapter_runs import (
     train,
     train_with_peft,
 )
-from commands import run_here
+from commands import Fork, losses, records, run_here
 from decoders import FAMILIES
 from hf_models import rewrite_tensors, write_model
 from refusals import refused
@@ -190,6 +192,52 @@ def test_from_training_to_peft_and_merged_weights(tmp_path):
     merged = last_logits(load(tmp_path / "hf", dtype=torch.float32).eval(), torch)
     assert np.abs(with_adapters - before).max() > 0.05
     np.testing.assert_allclose(with_adapters, merged, atol=5e-6 * np.abs(merged).max())
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_on_another_mesh_as_if_undisturbed(tmp_path, monkeypatch):
+    base, run, other = (tmp_path / name for name in ("base", "killed", "undisturbed"))
+    config = dataclasses.replace(FAMILIES["llama2"], vocab_size=320, num_layers=4)
+    write_model(base, config, scale=0.1)
+    rate, steps = RATE, 8
+    flags = [
+        *FLAGS,
+        "--init-from",
+        base,
+        "--data.sources=faulty_dataset:rows",
+        f"--train.steps={steps}",
+    ]
+    flags += ["--mesh=dp=2,fsdp=2,tp=2", "--checkpoint.save_interval_steps=2"]
+    flags += [f"--optim.peak_lr={rate}", "--optim.eps=1e-4", "--monitoring.log_interval_steps=1"]
+    (tmp_path / "pace").write_text("0.1")  # of each row: the kill is in the middle
+    arguments = map(str, [*flags, "--run-dir", run, "--simulate=8"])
+    process = Fork("jaxdist.train", *arguments, FAULT_FOLDER=str(tmp_path))
+    while process.poll() is None and not (run / "checkpoints" / "4").exists():
+        time.sleep(0.05)
+    process.kill()
+    output = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert not (run / "checkpoints" / str(steps)).exists()
+
+    monkeypatch.setenv("FAULT_FOLDER", str(tmp_path / "none"))
+    more = ["--mesh=dp=2,cp=2,pp=2", "--pipeline.num_virtual_stages=2"]
+    assert run_here("train", "--resume", run, *more) == 0
+    (start,) = (e["step"] for e in records(run, "event") if e["event"] == "restore")
+    assert 0 < start < steps
+    assert run_here("train", *flags, "--run-dir", other) == 0
+    ours, expected = (
+        [float.fromhex(loss) for loss, _ in losses(folder).values()] for folder in (run, other)
+    )
+    assert len(ours) == steps
+    np.testing.assert_allclose(ours, expected, rtol=2e-5)
+    stored, undisturbed = (StoredArrays(f / "checkpoints" / str(steps)) for f in (run, other))
+    assert stored.entries.keys() == undisturbed.entries.keys()
+    assert stored.document["meta"]["base"] == undisturbed.document["meta"]["base"]
+    for name in stored.entries:
+        if name.startswith("params/"):
+            # Adam divides small gradients by small numbers.
+            x, y = stored.read(name), undisturbed.read(name)
+            np.testing.assert_allclose(x, y, atol=2e-2 * steps * rate, err_msg=name)
 
 
 def test_merged_weights_compute_the_same_logits(base_of):
