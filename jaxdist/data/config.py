@@ -157,7 +157,7 @@ class DataConfig:
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in use, for `load_tokenizer`."""
+        """`tokenizer`, with "auto" resolved to "code" or "bytes"."""
         if self.tokenizer != "auto":
             return self.tokenizer
         return "code" if "stdlib" in self.sources else "bytes"
@@ -222,7 +222,7 @@ class DataConfig:
         return [split_set(item) for item in self.eval_sources]
 
     def problems(self) -> list[str]:
-        """Return the errors that the bounds of single fields do not cover."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         errors = []
         if not self.sources:
             errors.append(

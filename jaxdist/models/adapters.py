@@ -81,8 +81,8 @@ class LoraConfig:
     )
     base_format: BaseFormat = setting(
         "bf16",
-        "format of the frozen weights: bf16, float32, or for the products of layers in blocks of "
-        "64 weights nf4 (4 bits with double quantization) or int8; other weights are then bf16",
+        "format of the frozen weights: bf16, float32, nf4 (4 bits with double quantization) or "
+        "int8; the last two are for products of the layers, in blocks of 64, with bf16 elsewhere",
     )
 
     @property
@@ -244,7 +244,7 @@ def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
 
 
 def expert_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
-    """Return the parameters of experts that have adapters."""
+    """Return Hugging Face's names of the experts' parameters that have adapters, or []."""
     names = [name for parts in EXPERTS.values() for name in parts]
     return [name for name in config.target_modules(model) if model.num_experts and name in names]
 

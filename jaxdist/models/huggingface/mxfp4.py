@@ -45,13 +45,13 @@ class Mxfp4Tensor(StoredTensor):
 
     @classmethod
     def of(cls, blocks: StoredTensor, scales: StoredTensor) -> Mxfp4Tensor:
-        """Return the tensor of uint8 blocks and scales."""
+        """Return the bfloat16 tensor that uint8 blocks and scales represent."""
         experts, outputs, groups = scales.shape
         shape = (experts, groups * GROUP, outputs)
         return cls(blocks.file, blocks.offset, shape, np.dtype(ml_dtypes.bfloat16), scales)
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """Return all rows, as the experts' weights are never parts of a tensor."""
+        """Return the tensor itself: only all rows are ever requested."""
         assert first == 0 and count == self.shape[0], (first, count)
         return self
 

@@ -73,7 +73,7 @@ class Trained:
 
     @functools.cached_property
     def updates(self) -> dict[str, str]:
-        """Parameter -> what changes it in training: "gradient", "statistic", or "none"."""
+        """Parameter -> what changes it in training, its `Parameter.update`, e.g. "gradient"."""
         return {name: dims.update for name, dims in named(self.parts.model.axes).items()}
 
     @property

@@ -60,7 +60,7 @@ class Lifetimes:
 
 
 def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
-    """Return a slot for each interval, using the fewest; one last read in tick t is then free."""
+    """Return a slot for each interval, using the fewest; a slot is free after its last tick."""
     slots: dict[Work, int] = {}
     busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
     free: list[int] = []  # heap

@@ -60,7 +60,7 @@ class Layers(NamedTuple):
 class LayerwiseBackward:
     """Runs a layer over a stack of layers, `unroll` layers per iteration of a loop.
 
-    `reduce` reduces the gradients of one layer.
+    `reduce` reduces the gradients of one layer over devices.
     """
 
     def __init__(self, layer: LayerVjp, reduce: Callable[[Params], Params], unroll: int) -> None:

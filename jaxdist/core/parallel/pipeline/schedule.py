@@ -79,7 +79,7 @@ class Schedule:
         return stage, virtual
 
     def when(self) -> dict[Key, int]:
-        """Return the tick of each action."""
+        """Return `Key` of an action -> the tick in which it runs."""
         return {
             (action.kind, stage, action.microbatch, action.virtual): t
             for t, tick in enumerate(self.ticks)

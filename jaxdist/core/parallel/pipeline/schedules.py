@@ -110,7 +110,7 @@ _Cell: TypeAlias = tuple[int, int, Action]
 
 
 def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
-    """Return the tick of (stage, virtual, microbatch); groups of p microbatches pass v times."""
+    """Return (stage, virtual, microbatch) -> tick of its forward; groups of p pass v times."""
     ticks = {}
     for microbatch in range(m):
         group, position = divmod(microbatch, p)

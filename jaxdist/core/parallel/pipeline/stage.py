@@ -48,11 +48,11 @@ class Stage:
         return now.virtual * self.schedule.num_stages + self.index
 
     def is_first(self, now: Instruction) -> Array:
-        """Return whether the virtual stage starts with the embedding, bool []."""
+        """Return whether the stage is active with the virtual stage that embeds, bool []."""
         return now.is_active & (self.virtual_stage(now) == 0)
 
     def is_last(self, now: Instruction) -> Array:
-        """Return whether the virtual stage ends with the loss head, bool []."""
+        """Return whether the stage is active with the virtual stage of the loss head, bool []."""
         last = self.schedule.total_virtual_stages - 1
         return now.is_active & (self.virtual_stage(now) == last)
 
@@ -76,7 +76,7 @@ class Stage:
         return self.forward.prepare(self.microbatch(now), self.context)
 
     def layers_of(self, now: Instruction) -> Layers:
-        """Return the layers of the virtual stage."""
+        """Return the layers and their inputs for the virtual stage that `now` names."""
         axes, split, index = self.forward.model.axes["layers"], self.split, self.virtual_stage(now)
         return Layers(
             trained(self.layers, axes),
