@@ -38,12 +38,12 @@ class Adapter:
     num_inputs: int
 
     def stop(self, total: int) -> int:
-        """Return the end of its outputs in a dim of `total` entries."""
+        """Return the index after the adapter's last output, in a dim of `total` entries."""
         return self.start + (self.size or total)
 
 
 class NotAnArrayError(ConfigError, AttributeError):
-    """A model uses a weight with an adapter as an array."""
+    """Raised if a model uses a weight with an adapter as an array."""
 
 
 class AdaptedWeight(CompositeWeight, abc.ABC):

@@ -225,12 +225,12 @@ class Experts(nnx.Module):
         return {"aux_loss": loss, **self._metrics(metrics, context), **layer_sums}
 
     def rounds_sums(self, rounds: Array, aux: dict[str, Any], context: Context) -> Sums:
-        """Return the metrics of the number of exchanges of tokens after the first, int32 []."""
+        """Return the metric of `rounds`, int32 []: exchanges of tokens after the first."""
         value = rounds.astype(jnp.float32) * jnp.sum(aux["weights"])
         return self._metrics({"further_rounds": value}, context)
 
     def _metrics(self, values: Sums, context: Context) -> Sums:
-        """Return scalars as terms of the mean over layers, and in training also by layer."""
+        """Return scalar sums as terms of the mean over layers; in training also by layer."""
         values = lax.stop_gradient(values)
         # The largest load of a layer follows from its counts.
         own = {f"{LAYER_SUM}{name}": x for name, x in values.items() if name != "largest_load"}

@@ -105,7 +105,7 @@ class StepReporter:
         return values
 
     def _stage_of(self, step: int) -> dict[str, Any]:
-        """Return rows, length and FLOPs of a step, if the run changes its batches."""
+        """Return rows, length and FLOPs of a step if the run changes its batches, else {}."""
         if len(self.parts.config.train.stages) == 1:
             return {}
         parts = self.parts.in_stage(step - 1)

@@ -29,7 +29,7 @@ class BatchStage(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Samples of a step and tokens of a row."""
+        """(Samples of a step, tokens of a row)."""
         return self.batch_size, self.seq_len
 
 
@@ -71,7 +71,7 @@ def steps_for(stages: Sequence[BatchStage], num_samples: int) -> int:
 def schedule_problems(
     batches: Sequence[str], lengths: Sequence[str], batch_size: int, seq_len: int
 ) -> list[str]:
-    """Return why the schedules of `stages_of` are invalid."""
+    """Return error messages for invalid schedules of batch sizes and lengths."""
     problems = []
     for name, items, total, most in (
         ("train.batch_schedule", batches, "train.global_batch_size", batch_size),
