@@ -140,11 +140,13 @@ def rerun(
 
 def _diagnose_stages(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
     """Return the diagnostic step of a run whose batch may change its shape."""
-    made: dict[int, Callable[[TrainState, Batch], Digests]] = {}
+    made = {id(parts): make_diagnostic_step(parts)}
 
     def diagnose(state: TrainState, batch: Batch) -> Digests:
         stage = parts.in_stage(int(state.step))
-        return made.setdefault(id(stage), make_diagnostic_step(stage))(state, batch)
+        if id(stage) not in made:
+            made[id(stage)] = make_diagnostic_step(stage)
+        return made[id(stage)](state, batch)
 
     return diagnose
 
