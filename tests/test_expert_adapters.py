@@ -124,6 +124,13 @@ def test_adapters_of_experts_have_neither_dropout_nor_dora(base, lora):
     assert attention.run_problems(config.model) == []
 
 
+def test_adapters_of_routers_and_shared_experts_are_rejected(base):
+    config = config_of(base, targets=["mlp.gate", "mlp.shared_expert.up_proj"], ranks=[])
+    problems = config.lora.run_problems(config.model)
+    assert len(problems) == 2
+    assert all("routers and shared experts" in p and "gate_up_proj" in p for p in problems)
+
+
 def test_flops_count_the_experts_of_a_token(base):
     """Adapters of attention save the weight gradients of active weights, a third of the work."""
     config = config_of(base, targets=["attention"], ranks=[])

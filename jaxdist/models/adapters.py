@@ -179,9 +179,11 @@ class LoraConfig:
         ):
             for name in unknown:
                 near = difflib.get_close_matches(name, allowed, 1)
-                fix = f"Did you mean {near[0]}?" if near else f"Use {', '.join(allowed)}."
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"
+                if "shared" in name or name.rpartition(".")[2] in ("gate", "router"):
+                    near, why = [], "routers and shared experts have no adapters"
+                fix = f"Did you mean {near[0]}?" if near else f"Use {', '.join(allowed)}."
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
         problems += [
             f"lora.base_format={self.base_format!r} with {math.prod(blocks.inputs)} inputs of "
