@@ -44,8 +44,11 @@ SIZES = [
     *("--optim.warmup_steps=2", "--monitoring.tracker=", "--resilience.sdc_check_interval_steps=0"),
     "--override=audit",
 ]
-UNCUT = ("dp=4", "dp=2,pp=2", "dp=2,cp=2", "cp=2,pp=2")  # cut no block of a quantized weight
-MESHES = (*UNCUT, "fsdp=4", "fsdp=2,tp=2", "cp=2,tp=2", "fsdp=2,pp=2", "pp=2,tp=2")
+UNCUT = ("dp=4", "dp=2,pp=2")  # cut no block of a quantized weight
+MESHES = (
+    *(*UNCUT, "dp=2,cp=2", "cp=2,pp=2", "fsdp=4", "fsdp=2,tp=2", "cp=2,tp=2", "fsdp=2,pp=2"),
+    "pp=2,tp=2",
+)
 OPTIMIZERS = ("adamw", "adamw", "muon", "lion", "sgd", "adafactor")
 MODELS = {
     "llama": [],
