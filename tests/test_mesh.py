@@ -4,9 +4,12 @@ import jax
 import pytest
 from refusals import refused
 
+from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel.axes import names
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.models import DecoderConfig
+from jaxdist.models.adapters import LoraConfig
 from jaxdist.settings import ConfigError
 
 pytestmark = pytest.mark.smoke
@@ -122,3 +125,10 @@ def test_nearest_mesh_has_the_fewest_changes():
 
 def test_replicas_split_the_batch():
     assert MeshSpec(data=2, fsdp=4, tensor=8, pipeline=3).num_replicas == 8
+
+
+def test_dim_smaller_than_a_block_of_quantized_weights_is_reported():
+    model = DecoderConfig(d_model=64, mlp_dim=32)
+    config = RunConfig(model=model, lora=LoraConfig(rank=4, base_format="nf4"))
+    (problem,) = config.mesh_problems(MeshSpec(data=2))
+    assert "model.mlp_dim=32" in problem and problem.endswith("Use at least 64.")

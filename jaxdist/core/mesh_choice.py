@@ -56,9 +56,10 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
         unit = workload.units.get(dim, 1)
         if axis.divides and size % (ways * unit):
             of = f" into multiples of {unit}, which are quantized together" if unit > 1 else ""
+            sizes = f"{fix}{allowed_sizes(size // unit)}" if size >= unit else f"at least {unit}"
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}{of}: {axis.divides}. "
-                f"Use {fix}{allowed_sizes(size // unit)}."
+                f"Use {sizes}."
             )
 
 
