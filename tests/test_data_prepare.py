@@ -5,18 +5,21 @@ import functools
 import hashlib
 import http.server
 import io
+import json
 import tarfile
 import threading
+import tomllib
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from hf_models import write_tokenizer
+from hf_models import write_model, write_tokenizer
 from hub_server import Hub, hub_in_use
 from refusals import refused
 
 from jaxdist.config import read_run
+from jaxdist.config.command_line import stored_run
 from jaxdist.data import load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main as data_command
 from jaxdist.data.images import TEST_FILE, TRAIN_FILES
@@ -25,12 +28,17 @@ from jaxdist.data.shipped_sets import SHIPPED_SETS
 from jaxdist.settings.sources import NAMED_FILES
 from jaxdist.train import main as train
 
+slow, product = pytest.mark.slow, pytest.mark.product
 COMMIT = "0" * 39 + "1"
 WITH_DATA = sorted(
     path.stem for path in NAMED_FILES.glob("*.toml") if 'sources = ["data/' in path.read_text()
 )
+CONFIGS = {path.stem: tomllib.loads(path.read_text()) for path in NAMED_FILES.glob("*.toml")}
+SIZES = {
+    "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "mlp_dim": 64, "num_experts": 4, "experts_per_token": 2,
+}  # fmt: skip
 SMALL = [
-    "--model.d_model=32", "--model.num_layers=1", "--model.num_heads=2", "--model.mlp_dim=32",
     "--train.steps=1", "--train.global_batch_size=8", "--train.seq_len=16", "--mesh=dp=8",
     "--train.num_microbatches=1", "--eval.final_max_batches=1", "--eval.interval_steps=0",
     "--optim.warmup_steps=0", "--monitoring.tracker=", "--run-dir=run",
@@ -121,11 +129,38 @@ def test_config_names_the_command_that_makes_its_data(hub, config, tmp_path, cap
     assert data_command(["prepare", config]) == 0 and hub.sent == sent
 
 
-@pytest.mark.parametrize("config", ["gpt2_124m", "cifar10_cnn"])
-def test_first_step_on_prepared_data(hub, config):
+def tuned_model(hub, folder: Path, config: str) -> list[str]:
+    """Store a small model of the config's kind on the hub; return the flags that tune it."""
+    sizes = {**{name: size for name, size in SIZES.items() if "expert" not in name}, "head_dim": 0}
+    model = stored_run(NAMED_FILES / f"{config}.toml").model
+    write_model(folder, dataclasses.replace(model, vocab_size=320, **sizes))
+    write_tokenizer(folder, ["a text"], 320)
+    hub.store("models", "meta-llama/Meta-Llama-3-8B", folder, COMMIT)
+    chats = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "an answer"}]
+    line = json.dumps({"messages": chats * 3})
+    Path("chats.jsonl").write_text(f"{line}\n" * 99)
+    flags = ["--init-from=meta-llama/Meta-Llama-3-8B", "--data.sources=chats.jsonl"]
+    return [*flags, "--data.records=chat", "--model.vocab_size=320"]
+
+
+FIRST = {"gpt2_124m": (), "cifar10_cnn": (), "mixtral_8x7b": slow, "llama3_8b_qlora": slow}
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=FIRST.get(name, product)) for name in sorted(CONFIGS)]
+)
+def test_first_step_on_prepared_data(hub, config, tmp_path):
+    """The sizes of the model are reduced; everything else is the config's, on eight devices."""
     Path("prepare").mkdir()  # the command, not this folder
-    data_command(["prepare", config])
-    flags = [flag for flag in SMALL if config != "cifar10_cnn" or "model" not in flag]
+    model, flags = CONFIGS[config]["model"], list(SMALL)
+    if config in WITH_DATA:
+        data_command(["prepare", config])
+    elif not CONFIGS[config].get("data"):
+        flags += tuned_model(hub, tmp_path / "model", config)
+        if "offload_optimizer" in CONFIGS[config]["train"]:
+            flags.append(f"--train.offload_optimizer=disk:{tmp_path}")
+    if model["kind"] == "decoder":
+        flags += [f"--model.{name}={n}" for name, n in SIZES.items() if name in model]
     assert train(["--config", config, *flags]) == 0
     assert Path("run/summary.json").exists()
 

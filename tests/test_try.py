@@ -16,6 +16,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.settings.sources import NAMED_FILES
 from jaxdist.train import main as train
 
+slow, product = pytest.mark.slow, pytest.mark.product
 CONFIGS = sorted(path.stem for path in NAMED_FILES.glob("*.toml"))
 FAST, SLOW = ("cifar10_cnn",), ("gpt2_124m", "llama3_8b_lora", "cifar10_resnet")
 """Configs of each kind of model and of training; others differ in sizes and options."""
@@ -70,6 +71,22 @@ def test_loss_falls(config, tmp_path, monkeypatch):
     assert len(losses) == 30
     limit = 0.97 if "lora" in config else 0.95  # the head of adapters is frozen at random values
     assert sum(losses[-5:]) / 5 < limit * losses[0], losses
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, marks=slow if config in ("mixtral_8x7b", "qwen3_0.6b") else product)
+        for config in CONFIGS
+        if config not in (*FAST, *SLOW)
+    ],
+)
+def test_config_is_tried(config, tmp_path, monkeypatch):
+    """The first steps; the loss of other configs of the same kinds falls in the test above."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--steps=2", "--run-dir=run", "--monitoring.tracker=", "--eval.final_max_batches=1"]
+    assert train(["--config", config, "--try", *flags]) == 0
+    assert len(records(Path("run"), "train")) == 2
 
 
 def read(*flags: str) -> RunConfig:
