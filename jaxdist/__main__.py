@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_commands() -> dict[str, str]:
-    """Return command -> first sentence of its docstring, for the installed commands."""
+    """Return command -> first sentence of its module's docstring, for the installed commands."""
     sources = {name: _source_of(name) for name in COMMANDS}
     return {name: _first_sentence(source) for name, source in sources.items() if source}
 

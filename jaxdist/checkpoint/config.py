@@ -62,7 +62,7 @@ class CheckpointConfig:
     )
     local_interval_steps: int = setting(
         0,
-        "steps between saves to local_dir, in addition to one every 5 minutes; 0 = only those",
+        "steps between saves to local_dir; one also follows 5 minutes after another; 0 = only it",
         ge=0,
     )
     neighbours: int = setting(

@@ -58,7 +58,7 @@ _GRADIENT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Name, seed, directory, initial weights and devices of a run; the sections have the rest."""
+    """Settings of a run as a whole, such as name, seed and devices, and its sections."""
 
     name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
     seed: int = setting(

@@ -44,7 +44,7 @@ def scaled_down(run: RunConfig) -> RunConfig:
 
 
 def describe(run: RunConfig, small: RunConfig) -> str:
-    """Return one line about the differences of a small run."""
+    """Return one line about a small run and how it differs."""
     full: Any = run.model
     model: Any = small.model
     data = small.data

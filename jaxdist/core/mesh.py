@@ -111,7 +111,7 @@ class MeshSpec:
 
     @functools.cached_property
     def used(self) -> tuple[Axis, ...]:
-        """Return the axes with more than one device, in mesh order."""
+        """Return the axes of another size than 1 (also -1, unresolved), in mesh order."""
         return tuple(axis for axis in axes.AXES if self[axis] != 1)
 
     @property

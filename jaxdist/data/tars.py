@@ -190,7 +190,7 @@ def _is_header(block: bytes) -> bool:
 
 
 def download_samples(file: HubFile, local: Path) -> None:
-    """Download the samples of a part of a tar, at their places in a new file, empty elsewhere."""
+    """Download the bytes of a part's samples into a new file, at their offsets in the tar."""
     file.create_empty(local)
     (end, stop), size = _cuts(file), file.num_bytes
     length = stop - end + _MORE_BYTES

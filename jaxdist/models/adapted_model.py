@@ -184,10 +184,10 @@ def _named_plans(config: LoraConfig, model: Model) -> dict[str, tuple[Adapter, .
 def _num_frozen_products(
     config: LoraConfig, decoder: DecoderConfig | None, model: Model, plans: Mapping[str, Any]
 ) -> float:
-    """Return the number of frozen weights per token without the product of their gradient.
+    """Return the number of frozen weights per token whose own gradient is not computed.
 
-    It is a third of their products. Experts have it if adapters are added to them. Of a custom
-    model only the targets are products for certain.
+    That gradient is a third of a weight's products. It is computed for experts with adapters, which
+    do not count. Of a custom model only the targets are products for certain.
     """
     if decoder is None:
         named = {w.name: w for w in weights_of(model)}

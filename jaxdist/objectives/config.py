@@ -57,8 +57,8 @@ class ObjectiveConfig:
         "auto",
         "source of the reference model's log-probabilities in dpo, ipo and kto: adapter_off = each "
         "step computes them with the frozen weights (lora.rank); precomputed = each start computes "
-        "them for all rows with the weights it begins with, or reads them from the cache; auto = "
-        "adapter_off if there are adapters",
+        "them for all rows with the run's initial weights, or reads them from the cache; auto = "
+        "adapter_off if there are adapters, else precomputed",
     )
     teacher: str = setting(
         "",

@@ -19,7 +19,7 @@ _MEMORY = (
 
 
 def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
-    """Return the plan as JSON-compatible data; infinite numbers become None."""
+    """Return the plan as JSON-compatible data; infinite numbers and NaN become None."""
     best = plan.search.choices[0] if plan.search.choices else None
     gpu = plan.cluster.gpu
     return _finite(

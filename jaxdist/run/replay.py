@@ -66,7 +66,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         )
     if following is not None:
         log.info(
-            "loss and gradient norm of the step with the next batch instead of its own: %s",
+            "loss and gradient norm with the next batch, to tell bad rows from bad parameters: %s",
             _text(following),
         )
     log.info("verdict: %s", verdict(is_bad, again, following))

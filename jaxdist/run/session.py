@@ -200,7 +200,7 @@ class Session:
         )
 
     def start_steps(self) -> None:
-        """Start the compile phase of the watchdog, and a trace if due, before the first step.
+        """Start the watchdog's compile phase, and start or end a due trace, before the first step.
 
         Call it at the start and after a rollback.
         """

@@ -197,7 +197,10 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """Return a block's x [batch, seq_shard, d_model] and sums; reject sums that are no scalars."""
+    """Return a block's x [batch, seq_shard, d_model] and sums.
+
+    Rejects sums that are not float32 [], except those by layer (`LAYER_SUM`).
+    """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
             f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` if the "

@@ -61,7 +61,7 @@ class Stages:
     """The cost of a pipeline schedule.
 
     Attributes:
-        report: simulated cost.
+        report: what `simulate` would return, in closed form.
         ticks: kind of action -> number of ticks with it. No tick has both kinds.
     """
 

@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """The interface of `subprocess.Popen` that the launcher uses."""
+    """What the launcher needs of a process: a `subprocess.Popen` or a `Forked`."""
 
     pid: int
     returncode: Any  # None while it runs

@@ -82,7 +82,7 @@ class KubernetesConfig:
     node_selector: tuple[str, ...] = setting((), "KEY=VALUE, a label that the nodes must have")
     exclude_node: tuple[str, ...] = setting((), "a node that must not be used")
     toleration: tuple[str, ...] = setting(
-        (), "KEY=VALUE:EFFECT, a taint to tolerate; the taint of GPU nodes is always tolerated"
+        (), "KEY=VALUE:EFFECT, a taint to tolerate; GPU jobs also tolerate that of GPU nodes"
     )
     env: tuple[str, ...] = setting((), "NAME=VALUE, an environment variable of every process")
     secret_env: tuple[str, ...] = setting(
