@@ -33,7 +33,7 @@ SAME_PROGRAM = (
     "configs/pipeline_64cpu.toml --mesh", "--mesh fsdp=2,cp=2,tp=2", "--mesh dp=-1,tp=2",
     "jaxdist.train --debug", "--mesh cp=4", "--mesh dp=4 --mesh.zero 2", "--simulate 4 --mesh pp=4",
     "--precision.matmul-dtype", "--mesh fsdp=2,ep=4", "--lora.rank", "--mesh fsdp=4,tp=2",
-    "--objective.kind",
+    "--objective.kind", "--train.batch-schedule",
 )  # fmt: skip
 """Words of commands that train with other settings, which other tests run."""
 ONLY_SETTINGS = [
