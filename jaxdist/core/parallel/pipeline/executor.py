@@ -128,11 +128,14 @@ def if_active(now: Instruction, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(now.is_active, x, jnp.zeros_like(x)), tree)
 
 
-def run_if(needed: Array, compute: Callable[[Any], Any], value: Any) -> Any:
+def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, in_place: bool) -> Any:
     """Return `compute(value)` if `needed`, bool [], else the tree `value` of arrays [...].
 
-    It is a loop, because XLA copies arrays that a branch of a conditional returns unchanged.
+    `in_place` uses a loop, because XLA copies arrays that a branch of a conditional returns
+    unchanged. XLA may move collectives out of a loop, which CPUs cannot order.
     """
+    if not in_place:
+        return lax.cond(needed, compute, lambda unchanged: unchanged, value)
 
     def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         """Run the computation, and end the loop; both trees are arrays [...]."""

@@ -35,6 +35,7 @@ class Layers(NamedTuple):
         aux: further inputs, identical for every layer.
         num_layers: int32 [], number of layers; the others are padding.
         least: number of layers that every virtual stage has.
+        in_place: how padding is skipped, see `run_if`.
     """
 
     weights: Params
@@ -44,6 +45,7 @@ class Layers(NamedTuple):
     aux: Any
     num_layers: Array
     least: int
+    in_place: bool
 
     def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
         """Return the weights [...] of the layer at int32 [] `slot`, and its other inputs."""
@@ -135,8 +137,8 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Scan `one` over the int32 [] indices of the layers of a virtual stage, without padding.
 
-    Layers that only some virtual stages have are in loops that run at most once. The other outputs
-    are zeros for padding, [layers, ...].
+    Layers that only some virtual stages have are optional. The other outputs are zeros for padding,
+    [layers, ...].
     """
     slots, least = jnp.arange(layers.indices.shape[0]), layers.least
     options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
@@ -147,7 +149,8 @@ def over_layers(
     def maybe(carry: Any, index: Array) -> tuple[Any, Any]:
         """Run the layer at `index`, int32 [], unless it is padding."""
         skipped = carry, jax.tree.map(collectives.zeros_like, kinds)
-        return run_if(index < layers.num_layers, lambda value: one(value[0], index), skipped)
+        run = lambda value: one(value[0], index)
+        return run_if(index < layers.num_layers, run, skipped, layers.in_place)
 
     outputs = []
     for part, body in ((slots[:least], one), (slots[least:], maybe))[:: -1 if reverse else 1]:
