@@ -69,9 +69,12 @@ def test_optimizer_differs_from_bitsandbytes_only_by_rounding():
         np.testing.assert_allclose(moment.scales["w"], RECORDED[f"absmax{i}"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("is_signed", [False, True])
-def test_codes_follow_the_rule_of_the_grid(is_signed):
+def test_codes_follow_the_rule_of_the_grid(is_signed, platform, monkeypatch):
     """Compare the thresholds with the rule computed for each value."""
+    if platform == "gpu":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda x, cpu, default: default(x))
     rng, values = np.random.default_rng(0), dynamic_map(is_signed).astype(np.float64)
     x = np.concatenate([rng.normal(size=2**17), rng.normal(size=2**17) ** 5]).astype(np.float32)
     x = x if is_signed else np.abs(x)

@@ -111,7 +111,13 @@ def quantize(
     largest = jnp.max(jnp.abs(blocks), -1, keepdims=True)
     # A block of zeros has scale 0, so its codes do not matter.
     shares = blocks * jnp.where(largest > 0, 1 / largest, 0)
-    codes = jnp.searchsorted(_thresholds(is_signed), shares, side="right", method="scan_unrolled")
+    # XLA:GPU stores each step of a binary search, and fuses the sum of all comparisons.
+    search = lambda method: functools.partial(
+        jnp.searchsorted, _thresholds(is_signed), side="right", method=method
+    )
+    codes = jax.lax.platform_dependent(
+        shares, cpu=search("scan_unrolled"), default=search("compare_all")
+    )
     scales = largest.reshape(_no_scales(x, is_stacked).shape)
     return _from_blocks(codes.astype(jnp.uint8), x.shape, is_stacked), scales
 

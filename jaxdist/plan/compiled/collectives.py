@@ -162,10 +162,11 @@ def _computation(
         elif _SUSPECT.search(opcode):
             raise UnknownHLO(f"unknown collective {opcode!r}: {instruction}")
         elif opcode == "while":
-            trips, optional = trips_of(instruction), f"/{AT_MOST_ONCE}/" in instruction.op_name
+            optional = f"/{AT_MOST_ONCE}/" in instruction.op_name
             for site in [s for child in called for s in inside(child)]:
-                in_branch = site.in_branch or optional
-                yield dataclasses.replace(site, times=site.times * trips, in_branch=in_branch)
+                # Only loops with collectives need a known length.
+                times, in_branch = site.times * trips_of(instruction), site.in_branch or optional
+                yield dataclasses.replace(site, times=times, in_branch=in_branch)
         elif opcode == "conditional":
             for child in called:
                 yield from (dataclasses.replace(s, in_branch=True) for s in inside(child))
