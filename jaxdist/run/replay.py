@@ -53,7 +53,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
         again = [_once(parts.in_stage(step - 1), state, batch) for _ in range(_TIMES)]
         later = (_once(parts.in_stage(n), state, batch) for n, batch in enumerate(loader, step))
         following = next(filter(None, later)) if anomaly is not None else None
-    log.info("digest of the step plan: %s", parts.plan.digest)
+    log.info("step plan %s", parts.plan.digest)
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
     log.info("rows of step %d in the data: %s", step, ", ".join(map(str, rows)))
