@@ -212,7 +212,7 @@ def open_datasets(
     samples_before: Callable[[int], int] | None = None,
     num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
-    """Return the sources as disjoint training and held-out data; None = nothing is held out.
+    """Return training and evaluation data: held-out rows, or `eval_sources`; None = neither.
 
     `num_labels` is that of the model, whose score head reads rows of complete records.
     `samples_before` converts the steps of mixtures to samples. `seed` is passed to

@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if `total_bytes` are at most the usable bytes of a GPU, as are those of stages."""
+        """True if `total_bytes`, and those of each stage of the batch schedule, fit on a GPU."""
         fits = self.total_bytes <= self.choice.usable_bytes
         return fits and all(stage.fits for _, stage in stages_of(self.choice)[:-1])
 

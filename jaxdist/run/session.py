@@ -182,7 +182,7 @@ class Session:
         self.checkpointer.commit()
         program.setup_logging(job.process_id, self.run.log(job.process_id))
         for change in self.run.write_config(self.config_text):
-            log.warning("settings changed since this run started: %s", change)
+            log.warning("settings changed since the previous start of this run: %s", change)
         if self.run.is_writer:  # its git commands take long in a large job
             self.run.write_environment(environment(list(job.host_of.values())))
         self.watchdog.is_held = False

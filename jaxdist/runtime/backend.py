@@ -45,7 +45,7 @@ def simulate(num_devices: int) -> None:
 
 
 def enable_debug_checks() -> None:
-    """Enable jax's checks and deterministic kernels; call before jax starts a device.
+    """Set `jax_enable_checks` and deterministic GPU kernels; call before jax starts a device.
 
     Options that are set in `XLA_FLAGS` keep their values.
     """

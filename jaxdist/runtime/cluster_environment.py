@@ -102,7 +102,7 @@ def listed_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the part of `listed_gpus` that one process can use: all, or the first MIG slice."""
+    """Return what one process can use of `listed_gpus`: all, or the first MIG slice."""
     entries = listed_gpus(environ)
     return entries[:1] if entries and entries[0].startswith("MIG-") else entries
 

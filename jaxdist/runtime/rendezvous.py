@@ -57,8 +57,9 @@ class RendezvousError(RuntimeError):
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
     """Wait until all processes have checked in; return host:port for jax's coordination service.
 
-    The port is then free. Raises `RendezvousError` if the port is taken or processes are missing,
-    and `ConfigError` if process 0's limit of open files is below the number of processes.
+    The port is then free in process 0; in the others the service listens. Raises `RendezvousError`
+    if the port is taken or processes are missing, and `ConfigError` if process 0's limit of open
+    files is too low for their connections.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
@@ -287,13 +288,13 @@ def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
-    """Return one line of at most `_LINE_BYTES`; shorter at the time-out or if the peer closes."""
+    """Return a line, at most `_LINE_BYTES`; what came at the time-out or if the peer closes."""
     until = time.monotonic() + timeout_s
     data = b""
     with contextlib.suppress(OSError):
         while b"\n" not in data and len(data) < _LINE_BYTES:
             connection.settimeout(max(0.01, until - time.monotonic()))
-            part = connection.recv(_LINE_BYTES)
+            part = connection.recv(_LINE_BYTES - len(data))
             if not part:
                 break
             data += part

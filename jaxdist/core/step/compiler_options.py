@@ -78,7 +78,7 @@ def choose_options(
     own = layout.mesh.local_devices or [layout.mesh.devices.flat[0]]
     refused = _refused(own[0], tuple((option.name, option.value) for option in options))
     for name, reason in refused.items():
-        log.warning("compiler option %s is not used: %s", name, reason)
+        log.warning("the compiler rejects option %s, which is left out: %s", name, reason)
     return tuple(option for option in options if option.name not in refused)
 
 

@@ -144,7 +144,7 @@ def _make_pipeline(
         unroll=plan.layers_per_body,
         gather=stages.gather,
         reduce_dtype=plan.microbatch_reduce_dtype,
-        in_place=not plan.orders_collectives,
+        as_loops=not plan.orders_collectives,
     )
 
 

@@ -334,7 +334,7 @@ class Job:
 
     @functools.cached_property
     def layers_by_window(self) -> dict[int, int]:
-        """Number of layers of the model by attention window; 0 = no window."""
+        """Number of layers of a decoder by attention window; 0 = no window; {} for other models."""
         if self.decoder is None:
             return {}
         call, layers = self.decoder.call, self.model.num_layers * self.decoder.layers

@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     @functools.cached_property
     def state_bytes(self) -> float:
-        """Bytes of all persistent arrays, `state`, which are arguments of the step."""
+        """Bytes of all arrays of `state`: arguments of the step, and the weights of a teacher."""
         return sum(self.state.values())
 
     @functools.cached_property
@@ -251,7 +251,7 @@ def _transposed_weights(job: Job) -> Parts:
 
 
 def _head(job: Job) -> Parts:
-    """Return name -> bytes of the arrays of the chunked loss, and of the gradient of its kernel."""
+    """Return name -> bytes of the chunked loss: its arrays, its kernel, and its gradient."""
     parts = dict(costs_of(job).head_parts())
     if table := _transposed_table(job):
         parts["gathered weights"] += table

@@ -355,7 +355,7 @@ _SMALL_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change that makes a run fit: flags, effect, relative slowdown of training."""
+    """One change that makes a run fit: flags, effect, the changed run, relative slowdown."""
 
     flags: str
     why: str

@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """What the launcher needs of a process: a `subprocess.Popen` or a `Forked`."""
+    """The part of a process that the launcher uses; a `subprocess.Popen` or a `Forked`."""
 
     pid: int
     returncode: Any  # None while it runs

@@ -128,13 +128,13 @@ def if_active(now: Instruction, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(now.is_active, x, jnp.zeros_like(x)), tree)
 
 
-def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, in_place: bool) -> Any:
+def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, as_loops: bool) -> Any:
     """Return `compute(value)` if `needed`, bool [], else the tree `value` of arrays [...].
 
-    `in_place` uses a loop, because XLA copies arrays that a branch of a conditional returns
+    `as_loops` uses a loop, because XLA copies arrays that a branch of a conditional returns
     unchanged. XLA may move collectives out of a loop, which CPUs cannot order.
     """
-    if not in_place:
+    if not as_loops:
         return lax.cond(needed, compute, lambda unchanged: unchanged, value)
 
     def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:

@@ -35,7 +35,7 @@ class Layers(NamedTuple):
         aux: further inputs, identical for every layer.
         num_layers: int32 [], number of layers; the others are padding.
         least: number of layers that every virtual stage has.
-        in_place: how padding is skipped, see `run_if`.
+        as_loops: how padding is skipped, see `run_if`.
     """
 
     weights: Params
@@ -45,7 +45,7 @@ class Layers(NamedTuple):
     aux: Any
     num_layers: Array
     least: int
-    in_place: bool
+    as_loops: bool
 
     def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
         """Return the weights [...] of the layer at int32 [] `slot`, and its other inputs."""
@@ -150,7 +150,7 @@ def over_layers(
         """Run the layer at `index`, int32 [], unless it is padding."""
         skipped = carry, jax.tree.map(collectives.zeros_like, kinds)
         run = lambda value: one(value[0], index)
-        return run_if(index < layers.num_layers, run, skipped, layers.in_place)
+        return run_if(index < layers.num_layers, run, skipped, layers.as_loops)
 
     outputs = []
     for part, body in ((slots[:least], one), (slots[least:], maybe))[:: -1 if reverse else 1]:

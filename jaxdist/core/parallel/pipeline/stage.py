@@ -32,7 +32,7 @@ class Stage:
         outer: complete parameters outside the layers, in the compute dtype.
         microbatches: [num_microbatches, rows per microbatch, ...].
         index: int32 [], index of this stage on the ring.
-        in_place: how optional parts are skipped, see `run_if`.
+        as_loops: how optional parts are skipped, see `run_if`.
     """
 
     forward: ForwardPass
@@ -43,7 +43,7 @@ class Stage:
     outer: Params
     microbatches: Batch
     index: Array
-    in_place: bool
+    as_loops: bool
 
     def virtual_stage(self, now: Instruction) -> Array:
         """Return the index of the virtual stage in the model, int32 []."""
@@ -88,7 +88,7 @@ class Stage:
             self.aux(now),
             take(jnp.asarray(split.depths), index),
             min(split.depths),
-            self.in_place,
+            self.as_loops,
         )
 
     @property
@@ -113,7 +113,7 @@ def make_stage(
     layer_specs: Any,
     gather: str,
     reduce_dtype: Any,
-    in_place: bool = False,
+    as_loops: bool = False,
 ) -> Stage:
     """Build this device's stage: the layers of its virtual stages, and its microbatches.
 
@@ -139,7 +139,7 @@ def make_stage(
         outer=forward.gather(outer),
         microbatches=data.split_microbatches(batch, schedule.num_microbatches),
         index=collectives.group_index(PIPELINE.name),
-        in_place=in_place,
+        as_loops=as_loops,
     )
 
 

@@ -63,14 +63,14 @@ def make_pipeline_value_and_grad(
     unroll: int = 1,
     gather: Literal["action", "step"] = "action",
     reduce_dtype: Any = jnp.float32,
-    in_place: bool = False,
+    as_loops: bool = False,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the pipelined computation of sums and local gradients, for use inside the manual step.
 
     `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums).
     `policy` selects the residuals of a layer, as in `jax.checkpoint`; None selects the smallest set
     with which backward multiplies nothing again (`layer_vjp.py`). `unroll` is the number of layers
-    per iteration of a loop. With `gather` = "step", `layer` must not gather. `in_place` is that of
+    per iteration of a loop. With `gather` = "step", `layer` must not gather. `as_loops` is that of
     `run_if`.
 
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
@@ -107,7 +107,7 @@ def make_pipeline_value_and_grad(
             layer_specs=layout.gather_specs(forward.model.axes["layers"]),
             gather=gather,
             reduce_dtype=reduce_dtype,
-            in_place=in_place,
+            as_loops=as_loops,
         )
         state = _Training(stage, layer, policy, unroll, reduce_layer, scale).run()
         layer_grads = state.gradients["layers"]
@@ -175,7 +175,7 @@ class _Training:
             stage.is_last(now),
             lambda value: self._head_gradient(now, state, *value[1:]),
             (take(state.cotangents, now.cotangent), outer, state.sums),
-            stage.in_place,
+            stage.as_loops,
         )
         dx, layer_totals = self.layers.gradient(
             stage.layers_of(now),
@@ -186,7 +186,7 @@ class _Training:
             mask=partial(if_active, now),
         )
         add = partial(self._add_embedding_gradient, now, dx)
-        outer = run_if(stage.is_first(now), add, outer, stage.in_place)
+        outer = run_if(stage.is_first(now), add, outer, stage.as_loops)
         gradients = {"layers": layer_totals, "outer": outer}
         return dx, state._replace(gradients=gradients, sums=sums)
 
