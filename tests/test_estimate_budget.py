@@ -259,7 +259,7 @@ def test_override_memory_starts_anyway(monkeypatch, tmp_path):
         def compare(self, stats):
             return ""
 
-    monkeypatch.setattr(memory_check.Budget, "of", classmethod(lambda *args: Refusing()))
+    monkeypatch.setattr(memory_check.Budget, "of", classmethod(lambda *args, **_: Refusing()))
     flags = [*SMALL, "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match="memory: refused"):
         train.main(flags)
@@ -286,8 +286,8 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     seen, policies = [], []
     of, build = memory_check.Budget.of, setup.make_step
 
-    def judged(config, spec, devices, model, host_of, limit_gib=72.0):
-        return of(config, spec, gpus(len(devices), limit_gib), model, host_of)
+    def judged(config, spec, devices, *rest, limit_gib=72.0, **options):
+        return of(config, spec, gpus(len(devices), limit_gib), *rest, **options)
 
     def compare(self, stats):
         seen.append(executable_bytes(stats))
@@ -326,7 +326,9 @@ def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, 
     from jaxdist.run import session
 
     order, of, restore, build = [], memory_check.Budget.of, session.restore_or_init, setup.make_step
-    judged = lambda config, spec, devices, *rest: of(config, spec, gpus(len(devices), 72.0), *rest)
+    judged = lambda config, spec, devices, *rest, **options: of(
+        config, spec, gpus(len(devices), 72.0), *rest, **options
+    )
 
     def measured(stats):
         order.append(executable_bytes(stats))

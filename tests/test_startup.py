@@ -102,7 +102,7 @@ def test_a_step_compiled_before_the_commit_is_not_compiled_again(tmp_path, monke
     budget = SimpleNamespace(remat=None, job=SimpleNamespace(remat="none"), **nothing)
     budget.replanned = lambda *args: budget
     budget.fit = lambda compile_with: compile_with(budget)
-    monkeypatch.setattr(Budget, "of", lambda *args: budget)
+    monkeypatch.setattr(Budget, "of", lambda *args, **_: budget)
     run = tmp_path / "run"
     flags = ("--train.steps=2", f"--run-dir={run}", "--mesh=dp=2,tp=2,cp=2")
     assert run_here("train", *tiny(*flags)) == 0
