@@ -123,6 +123,7 @@ def _matrix(a, b):
     return np.prod(a.shape[1:-1]), np.prod(b.shape[2:])
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_merged_and_verified(tmp_path, capsys):
     base, run, out = (tmp_path / name for name in ("base", "run", "merged"))
     job = [flag for flag in tiny("--train.steps=6") if not flag.startswith("--model")]
