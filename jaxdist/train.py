@@ -128,7 +128,7 @@ def run(
     program.on_start(directory)
     if job.num_processes > 1:
         log.info(
-            "started by %s, restart %d, its devices:\n%s", job.source, job.attempt, job.table()
+            "launcher %s, attempt %d, devices of the job:\n%s", job.source, job.attempt, job.table()
         )
     config_text = write_toml(config)
     if audit is None:
