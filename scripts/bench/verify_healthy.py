@@ -155,7 +155,7 @@ def adapted_run(folder: Path, rng: random.Random, number: int, base: Base) -> tu
     ]
     if variant != "dora" and not base.has_experts:
         words += rng.choice([[], ["--lora.dropout=0.1"]])
-    kind = rng.choice(OBJECTIVES)
+    kind = rng.choice(OBJECTIVES[:3] if base.has_experts else OBJECTIVES)
     words += objective(kind, folder, base)
     own = [word for word in SIZES if not word.startswith("--model")]
     meshes = UNCUT if stored in ("nf4", "int8") else MESHES
