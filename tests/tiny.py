@@ -105,16 +105,8 @@ CONFIGS["experts_blocks"] = dataclasses.replace(
     CONFIGS["experts_batch"], num_layers=6, dense_layers=[0, 3], dense_mlp_dim=48
 )
 # gpt-oss: sinks, biases of experts and router, clamped activations, windows in every second layer.
-CONFIGS["experts_sinks"] = DecoderConfig(
-    **{**_SIZES, "mlp_dim": 32},
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    num_experts=8,
-    experts_per_token=3,
-    shared_expert_dim=16,
-    shared_expert_gate=True,
-    router={"balance_loss": 0.1, "z_loss": 0.01},
+CONFIGS["experts_sinks"] = dataclasses.replace(
+    CONFIGS["experts"],
     bias=["qkv", "out", "mlp", "router"],
     activation="clamped_swiglu",
     attention_sinks=True,
