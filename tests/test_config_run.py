@@ -398,6 +398,15 @@ def test_relative_tokenizer_path_becomes_absolute(tmp_path, monkeypatch):
     assert str(tokenizer_file("~/tokenizer.json")) == f"{tmp_path}/tokenizer.json"
 
 
+def test_a_resumed_run_keeps_the_commit_of_its_teacher(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.toml").write_text('[objective]\nteacher = "org/name@abc"\n')
+    flags = ["--run-dir=run", "--objective.kind=distill", "--objective.teacher=org/name"]
+    run = read_run(flags, command="jaxdist.train", check_rules=False)
+    assert run.objective.teacher == "org/name@abc"
+
+
 def test_run_in_the_home_directory_is_resumed_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "run").mkdir()

@@ -321,7 +321,7 @@ def test_regularizers_and_groups_act_as_on_one_device():
         step, state = step_of(case, rule=rule, objective=objective)
         state, metrics = step.train(state, put_batch(step, text_batch()), np.inf)
         runs.append((jax.device_get(metrics), jax.device_get(state.params)))
-    with refused("train.z_loss", "objective of its own", error=ConfigError):
+    with refused("train.z_loss", "another objective", error=ConfigError):
         regularized(lambda *_: {}, train)
     (expected, params), *others = runs
     assert expected["aux_loss"] > 0.05

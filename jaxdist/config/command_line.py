@@ -39,8 +39,8 @@ ALIASES = {
 """Short flags of the commands that take all settings of a run."""
 
 _FINETUNING_LR, _ADAPTER_LR = 2e-5, 2e-4
-"""Default peak learning rate of a run that starts from published weights. Papers on full
-fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5; the rate for a new model is too high."""
+"""Default peak learning rates of runs that start from published weights: full, with adapters.
+Papers on full fine-tuning of 1 to 70 billion parameters use 1e-5 to 3e-5."""
 
 
 def read_run(
@@ -52,12 +52,12 @@ def read_run(
     base: RunConfig | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the settings of a run from `--config FILE.toml` and flags; see `read_settings`.
+    """Return the settings of a run from `--config FILE.toml` and flags; see `read_with_origins`.
 
-    Flags select the defaults: `--resume PATH` and `--replay PATH:STEP` use the settings of that
-    run. `--init-from` uses the sizes and the tokenizer of a Hugging Face model. `--debug` uses a
-    tiny run. A token folder in the sources sets its tokenizer and vocabulary size. A Python program
-    passes `values`, and `base` to replace these defaults. Hub names are resolved to a commit.
+    Some settings select the defaults: `resume=PATH` and `replay=PATH:STEP` those of that run, a
+    Hugging Face model in `init_from` its sizes and tokenizer, `debug` a tiny run, and else a token
+    folder in the sources its tokenizer and vocabulary size. `base` replaces these defaults, and
+    `values` are those of a Python program. Hub names are resolved to a commit.
     `--try` scales the run of `--config` down; other flags override the small run.
     """
     if value_of(argv, "try") is not None:
@@ -129,7 +129,9 @@ def _with_commit(name: str, directory: str) -> str:
     if not hub.is_hub_name(name):
         return name
     table = _table_of(directory) if directory and "@" not in name else {}
-    for earlier in (table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")):
+    tokenizer = table.get("data", {}).get("tokenizer")
+    teacher = table.get("objective", {}).get("teacher")
+    for earlier in (table.get("init_from"), tokenizer, teacher):
         if str(earlier).startswith(f"{name}@"):
             return str(earlier)
     return hub.with_commit(name)
@@ -153,7 +155,8 @@ def _table_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = manifest.stored_config(run / "checkpoints") or (run / "config.toml").text()
         table = tomllib.loads(text)
-        return table if isinstance(table.get("data", {}), dict) else {}
+        sections = [table.get(name, {}) for name in ("data", "objective")]
+        return table if all(isinstance(section, dict) for section in sections) else {}
     except (OSError, ValueError):
         return {}
 
@@ -240,7 +243,7 @@ def _run_of_model(start: str, *, has_adapters: bool) -> RunConfig:
 
 
 def model_at(path: str) -> ModelConfig:
-    """Return the model settings of a Hugging Face directory or a run."""
+    """Return the model settings of a Hugging Face model, a run or a checkpoint in it."""
     if is_model(path):
         return read_model(folder_of(path))
     directory, step = manifest.named_step(path)

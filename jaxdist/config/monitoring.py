@@ -1,4 +1,4 @@
-"""Settings of monitoring: console, TensorBoard, Prometheus, profiler, MFU and cost."""
+"""Settings of monitoring."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitoringConfig:
-    """Logging interval, TensorBoard, Prometheus, trackers, profiler, and peak FLOP/s for MFU."""
+    """Console, statistics of layers, Prometheus, trackers, profiler, peak FLOP/s for the MFU."""
 
     log_interval_steps: int = setting(
         10,
-        "steps between console lines and TensorBoard points; 1 = every step. At every fifth line, "
+        "steps between console lines and points of the trackers; 1 = every step. At every fifth, "
         "step times of all processes are compared to find stragglers",
         ge=1,
     )

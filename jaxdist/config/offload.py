@@ -1,4 +1,4 @@
-"""Settings and meshes that moments on a disk (`train.offload_optimizer=disk:/DIR`) exclude."""
+"""Settings and meshes that moments on a disk, or activations in host memory, exclude."""
 
 from __future__ import annotations
 

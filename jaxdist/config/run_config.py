@@ -60,7 +60,7 @@ _GRADIENT_BYTES = 4
 class RunConfig:
     """Settings of a run as a whole, such as name, seed and devices, and its sections."""
 
-    name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
+    name: str = setting("default", "name of the run (see run_dir)")
     seed: int = setting(
         0, "seed of the initial parameters, the data order and all random bits", ge=0
     )
@@ -79,7 +79,7 @@ class RunConfig:
         "",
         "initial weights of a new run: the path or URL of a run directory, a checkpoint in it or a "
         "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub; empty = random. "
-        "A Hugging Face model also sets the defaults of the model, data.tokenizer and "
+        "A Hugging Face model also sets the defaults of name, the model, data.tokenizer and "
         "optim.peak_lr (2e-5; 2e-4 with adapters)",
     )
     reinit_params: list[str] = setting(
@@ -97,8 +97,8 @@ class RunConfig:
     debug: bool = setting(
         False,
         "test an installation: a tiny model for a few steps on 2 simulated devices (with a mesh: "
-        "on the real devices), synchronous saves, deterministic kernels, jax's debug checks, stop "
-        "on NaN. Files and flags override these defaults",
+        "on the real devices), synchronous saves, stop on NaN; files and flags override these "
+        "defaults. Also deterministic GPU kernels and jax_enable_checks",
     )
     simulate: int = setting(
         0, "simulated CPU devices of each process; 0 = the real devices", ge=0, le=_MAX_SIMULATED
@@ -148,7 +148,7 @@ class RunConfig:
         "checkpoint.preflight": Removed(True, "A new run always tries a small save first."),
         "checkpoint.local_interval_minutes": Removed(5.0, "Use checkpoint.local_interval_steps."),
         "resilience.phase_timeout_s": Removed(3600.0, "Use resilience.step_timeout_s=0 for none."),
-        "optim.decay_mask": Removed("matrices", "Biases and norm scales never decay.", True),
+        "optim.decay_mask": Removed("matrices", "Use optim.groups for other decays.", True),
     }
 
     def problems(self) -> list[str]:
@@ -184,7 +184,7 @@ class RunConfig:
     def remarks(self, *, has_own_schedule: bool = False) -> list[str]:
         """Return one line for each legal but unusual setting, for the log at the start.
 
-        With `has_own_schedule`, the settings of the learning rate are unused.
+        With `has_own_schedule`, the settings of the learning rate are not checked.
         """
         optim, steps = self.optim, self.train.steps
         lines = [
@@ -226,7 +226,7 @@ class RunConfig:
 
     @property
     def num_labels(self) -> int:
-        """Number of scores of the model's head; 0 = it predicts tokens."""
+        """Number of scores of the model's score head; 0 = it has none."""
         return self.model.num_labels
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
@@ -376,7 +376,7 @@ class RunConfig:
         return self.pipeline.choose_depths(model.num_layers, num_stages, count, share)
 
     def state_bytes(self, model: Model, *, gradients: bool = True) -> int:
-        """Return the total bytes of parameter groups, moments and, if set, gradients."""
+        """Return the bytes of parameter groups, moments and, with `gradients`, gradients."""
         of_trained = gradients * _GRADIENT_BYTES + self.optim.moment_bytes
 
         def element_bytes(weight: Weight) -> float:
@@ -460,8 +460,8 @@ class RunConfig:
         problems = self.lora.run_problems(self.model)
         if self.lora.rank and self.optim.freeze:
             problems.append(
-                f"optim.freeze={self.optim.freeze} with lora.rank={self.lora.rank}: everything but "
-                "the adapters is frozen. Leave out optim.freeze; lora.targets selects adapters."
+                f"optim.freeze={self.optim.freeze} with lora.rank={self.lora.rank}: adapters "
+                "freeze the other weights. Leave out optim.freeze; lora.targets selects adapters."
             )
         if self.lora.rank and self.precision.matmul_dtype != "auto":
             problems.append(

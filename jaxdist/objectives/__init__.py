@@ -26,7 +26,7 @@ def regularized(objective: Objective, config: TrainConfig) -> Objective:
         return dataclasses.replace(objective, regularizers=regularizers)
     if objective not in (cross_entropy, classification):
         raise ConfigError(
-            "train.z_loss and train.label_smoothing are for cross-entropy, and this run has an "
-            "objective of its own. Set both to 0."
+            f"train.z_loss={config.z_loss} and train.label_smoothing={config.label_smoothing} are "
+            "for cross-entropy, and this run has another objective. Set both to 0."
         )
     return functools.partial(objective, regularizers=regularizers)  # type: ignore[call-arg]

@@ -42,6 +42,6 @@ class TextClassification:
     def __call__(
         self, output: Float[Array, "batch labels"], batch: Batch, context: Context
     ) -> Sums:
-        """Return the loss and metrics of `classification` (`Sums`); each row counts once."""
+        """Return the sums of `classification`; each row except padding counts once."""
         rows = {**batch, "weights": real_rows(batch, context)}
         return classification(output, rows, context, self.regularizers)

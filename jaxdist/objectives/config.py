@@ -62,8 +62,9 @@ class ObjectiveConfig:
     )
     teacher: str = setting(
         "",
-        "the model that distill learns from, with the same vocabulary: the path or URL of a run, a "
-        "checkpoint in it or a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub",
+        "the model to learn from in distill and distill_reverse, with the same vocabulary: the "
+        "path or URL of a run, a checkpoint in it or a Hugging Face model directory, or "
+        "ORG/NAME[@REVISION] on the hub",
     )
 
     @property
@@ -122,7 +123,7 @@ class ObjectiveConfig:
             problems.append(
                 f"objective.desirable_weight={self.desirable_weight:g} and "
                 f"objective.undesirable_weight={self.undesirable_weight:g} with "
-                f"objective.kind={self.kind}, which has no labels. Use kto, or leave them out."
+                f"objective.kind={self.kind}: only kto uses them. Use kto, or leave them out."
             )
         needs = {"reward": (1, "preference")}.get(self.kind, (0, ""))
         if self.kind == "cross_entropy" and (num_labels > 1 or records == "text_label"):
@@ -143,7 +144,7 @@ class ObjectiveConfig:
         needed = "labeled" if self.kind == "kto" else "preference"
         if self.distills or self.kind == "cross_entropy":
             if records in ("preference", "labeled"):
-                kinds = "kto" if records == "labeled" else "dpo, ipo, orpo or simpo"
+                kinds = "kto" if records == "labeled" else "dpo, ipo, orpo, simpo or reward"
                 problems.append(
                     f"data.records={records} with objective.kind={self.kind}, which learns from "
                     f"single texts. Set objective.kind to {kinds}."

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Batch, Context, Sums, TokenHead
 
 NUM_TOKENS = 128
-"""Most tokens of the teacher at each position; they hold nearly all of its probability."""
+"""Maximum number of the teacher's tokens per position; they hold nearly all probability."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
     """Objective of distillation; see the module docstring.
 
-    Both distributions have temperature 1 / `beta`. The divergence is multiplied by its square, so
-    that gradients have the same scale at any temperature. It is KL(teacher || student), or
-    with `is_reverse` KL(student || teacher).
+    Both distributions have temperature 1 / `beta`. The divergence, KL(teacher || student) or with
+    `is_reverse` KL(student || teacher), is multiplied by the squared temperature, so that gradients
+    have the same scale at any temperature.
     """
 
     is_reverse: bool = False

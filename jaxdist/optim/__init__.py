@@ -3,8 +3,8 @@
 An optimizer maps gradients to a direction that includes weight decay. The train step applies it:
 `params -= lr(step) * direction`. Gradient clipping is part of the step.
 
-    adamw, sgd, lion   element-wise: no communication if state and gradients have the same shards
-    adafactor, muon    per matrix: communication for sums over rows and columns
+    adamw, sgd, lion   element-wise: no communication, except for moments in 8 bits (`int8.py`)
+    adafactor, muon    per matrix: communication if devices shard a matrix
 """
 
 from jaxdist.optim.config import OptimConfig

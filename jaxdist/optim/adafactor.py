@@ -17,15 +17,15 @@ DECAY_EXPONENT = 0.8
 """c of the second-moment decay 1 - step^-c (Shazeer and Stern 2018, section 7.2)."""
 
 UPDATE_CLIP = 1.0
-"""Maximum RMS of a matrix's update (Shazeer and Stern 2018, section 6)."""
+"""Maximum RMS of a matrix's or vector's update (Shazeer and Stern 2018, section 6)."""
 
 
 class FactoredState(NamedTuple):
     """Adafactor's second moments after int32 [] steps; unused moments of a leaf are a scalar 0.
 
     Attributes:
-        rows: for matrices, the mean over columns: dims [*stacked, *rows].
-        columns: for matrices, the mean over rows: dims [*stacked, *columns].
+        rows: for matrices, the mean over columns: the leaf's dims without its columns.
+        columns: for matrices, the mean over rows.
         full: for vectors, the unfactored second moment.
     """
 
@@ -63,7 +63,7 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
         leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
         moments = zip(*(treedef.flatten_up_to(tree) for tree in state[1:]), strict=True)
         results = [
-            _factored_update(grad, moment, sides[path], decay, UPDATE_CLIP)
+            _factored_update(grad, moment, sides[path], decay)
             for (path, grad), moment in zip(leaves, moments, strict=True)
         ]
         trees = [treedef.unflatten(column) for column in zip(*results, strict=True)]
@@ -94,9 +94,8 @@ def _factored_update(
     moment: tuple[Any, Any, Any],
     sides: Sides,
     decay: Float32[Array, ""],
-    clip: float,
 ) -> tuple[Float32[Array, "*leaf"], Any, Any, Any]:
-    """Return one leaf's update, clipped by the RMS of each matrix, and its new moments."""
+    """Return one leaf's update, clipped by the RMS of each matrix or vector, and its moments."""
     rows, columns, full = moment
     square = jnp.square(grad) + 1e-30  # epsilon 1 of the paper: avoids division by zero
     if not sides.is_matrix:
@@ -110,4 +109,4 @@ def _factored_update(
         mean = wide_rows.mean(sides.rows, keepdims=True)
         update = grad * jax.lax.rsqrt(wide_rows / mean) * jax.lax.rsqrt(wide_columns)
     rms = jnp.sqrt(jnp.square(update).mean(sides.rows + sides.columns, keepdims=True))
-    return update / jnp.maximum(1.0, rms / clip), rows, columns, full
+    return update / jnp.maximum(1.0, rms / UPDATE_CLIP), rows, columns, full

@@ -52,7 +52,7 @@ class OptimConfig:
     weight_decay: float = setting(
         0.1,
         "decoupled weight decay: each step subtracts lr * weight_decay * parameter, except for "
-        "biases and norm scales",
+        "vectors such as biases and norm scales",
         ge=0,
     )
     max_grad_norm: float = setting(
@@ -72,7 +72,8 @@ class OptimConfig:
     moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "float32",
         "storage of momentum and first moments; bfloat16 keeps second moments in float32, int8 "
-        "stores both in 8 bits with a scale per 256 values (not with adafactor)",
+        "stores both in 8 bits with a scale per 256 values, except for parameters of fewer than "
+        "4096 values per layer (not with adafactor)",
     )
     ema_decay: float = setting(
         0.0,
@@ -84,7 +85,7 @@ class OptimConfig:
 
     @property
     def rule_dtype(self) -> str:
-        """Dtype of first moments between updates, before they are stored in 8 bits."""
+        """Dtype of momentum and first moments, before they are stored in 8 bits."""
         return "float32" if self.moment_dtype == "int8" else self.moment_dtype
 
     @property
@@ -94,9 +95,8 @@ class OptimConfig:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes of optimizer state per parameter, without row and column moments of Adafactor."""
+        """Bytes of moments per parameter: of Muon for hidden matrices, of Adafactor 0."""
         momentum = {"float32": 4.0, "bfloat16": 2.0, "int8": _INT8_BYTES}[self.moment_dtype]
-        # Muon stores only a momentum for hidden matrices, which are nearly all parameters.
         both = momentum + self.second_moment_bytes
         return {"adamw": both, "adafactor": 0.0}.get(self.optimizer, momentum)
 
@@ -106,7 +106,7 @@ class OptimConfig:
         return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:
-        """Return an error message for each violated rule; `setting` checks bounds of fields."""
+        """Return an error message for each violated rule between values, without bounds."""
         problems = []
         if not re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jaxdist.core.types import Dims, Params
 from jaxdist.core.weights import freeze
@@ -20,7 +20,7 @@ _GROUP = re.compile(r"([^:]+)((?::(?:lr|weight_decay)=[0-9]*\.?[0-9]+(?:e-?[0-9]
 
 def group_problems(config: OptimConfig, axes: Params) -> list[str]:
     """Return error messages for `config.groups`, for a model with these parameters."""
-    names = [keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(axes)]
+    names = [_name(path) for path, _ in tree_leaves_with_path(axes)]
     problems = []
     for text in config.groups:
         if not _GROUP.fullmatch(text):
@@ -39,13 +39,12 @@ def group_problems(config: OptimConfig, axes: Params) -> list[str]:
 def scale_by_groups(config: OptimConfig, decays: Params) -> optax.GradientTransformation:
     """Make the rule that maps updates to factor · (update + weight_decay · parameter); no state.
 
-    All are float32 leaves [...]. The factor is that of the first group that matches the leaf, which
-    may also set the weight decay, even of vectors. Other leaves have factor 1, and
-    `config.weight_decay` if `decays` is True.
+    All are float32 leaves [...]. The first group that matches a leaf sets its factor (else 1), its
+    weight decay (else `config.weight_decay` if `decays` is True, or 0), or both.
     """
 
     def leaf(path: Any, decays: bool, update: Any, param: Any) -> Any:
-        values = _values(config.groups, keystr(path, simple=True, separator="/"))
+        values = _values(config.groups, _name(path))
         decay = values.get("weight_decay", config.weight_decay if decays else 0.0)
         return values.get("lr", 1.0) * (update + decay * param if decay else update)
 
@@ -69,14 +68,17 @@ def _values(groups: Sequence[str], name: str) -> dict[str, float]:
 
 
 def with_frozen(config: OptimConfig, axes: Params) -> Params:
-    """Return `Model.axes` with the leaves named by `config.freeze` marked as frozen."""
+    """Return `Model.axes` with the leaves named by `config.freeze` marked as frozen.
+
+    Raises `ValueError` with the `frozen_problems`.
+    """
     if problems := frozen_problems(config, axes):
         raise ValueError(" ".join(problems))
 
     def leaf(path: Any, dims: Dims) -> Dims:
         return freeze(dims) if is_frozen(config, _name(path)) else dims
 
-    return jax.tree_util.tree_map_with_path(leaf, axes)
+    return tree_map_with_path(leaf, axes)
 
 
 def is_frozen(config: OptimConfig, name: str) -> bool:
@@ -86,7 +88,7 @@ def is_frozen(config: OptimConfig, name: str) -> bool:
 
 def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
     """Return error messages for `config.freeze`, for a model with these parameters."""
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes)]
+    names = [_name(path) for path, _ in tree_leaves_with_path(axes)]
     parts = [_plain(part) for part in config.freeze]
     unknown = [part for part in parts if not any(_below(name, part) for name in names)]
     problems = [

@@ -41,7 +41,7 @@ class BlockState(NamedTuple):
     """A moment in 8 bits.
 
     Attributes:
-        codes: uint8, shapes and sharding of the parameters; float32 if a parameter has fewer than
+        codes: uint8, shapes of the parameters; the float32 moment if a parameter has fewer than
             `MIN_SIZE` values per layer.
         scales: float32, largest magnitude of each block, [*outer, blocks, 1, ...] with as many
             dims as the parameter; a scalar 0 for such small ones.
@@ -104,7 +104,7 @@ def _moved(
 def quantize(
     x: Float32[Array, "*leaf"], is_stacked: bool, *, is_signed: bool
 ) -> tuple[Shaped[Array, "*leaf"], Float32[Array, "*other"]]:
-    """Return the codes and scales of a moment, or the moment and 0 below `MIN_SIZE` values."""
+    """Return the codes and scales of a moment, or the moment and 0 if it is not eligible."""
     if not is_eligible(x.shape, is_stacked):
         return x, absent()
     blocks = _in_blocks(x, is_stacked)
@@ -187,7 +187,7 @@ def _from_blocks(
 
 @functools.cache
 def _thresholds(is_signed: bool) -> Float32[np.ndarray, "codes=255"]:
-    """Return float32 [255]: the smallest share of the scale that has code k + 1, for each k.
+    """Return for each k the smallest share of the scale whose code is above k.
 
     bitsandbytes rounds a share to a grid, i = floor((share + 1) · 32767.5 + 0.5), and stores the
     code closest to i / 32767.5 - 1, all in float32. Comparisons with these thresholds give equal

@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum of matrices; the devices that shard a matrix divide the work.
 
 Orthogonalizing needs complete matrices, but each of n devices holds a slice of every matrix. One
-all-to-all gives each device 1/n of the stack as complete matrices, and a second one returns the
-slices. No device ever holds more than its share of the stack.
+all-to-all gives each device 1/n of the stack as complete matrices, padded to a multiple of n, and a
+second one returns the slices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLM Training", 2025, section 2.2)."""
 
 
 class MuonState(NamedTuple):
-    """Muon's momentum, in `OptimConfig.rule_dtype`, after int32 [] steps."""
+    """Muon's momentum, in `OptimConfig.rule_dtype` (see `in_8_bits`), after int32 [] steps."""
 
     step: Array
     momentum: Params

@@ -29,9 +29,9 @@ def make_optimizer(
     `axes` is the model's tree of `Dims`. `shardings` are those of the moments; Muon uses them to
     divide its work over devices. None = one device.
 
-    Subtract `lr * updates` from the parameters. Gradients are float32. The state consists of trees
-    like `params`, for `optax.tree_utils.tree_map_params`. It has a scalar 0 for leaves of other
-    rules and for frozen leaves, whose gradient is None.
+    Subtract `lr * updates` from the parameters. Gradients are float32, and None for frozen leaves.
+    The state supports `optax.tree_utils.tree_map_params`: a moment is a tree like `params`, with a
+    scalar 0 for frozen leaves and those of other rules.
     """
     moving = jax.tree.map(lambda dims: dims.update != "none", axes)
     if all(jax.tree.leaves(moving)):
@@ -64,7 +64,7 @@ def _chain(
 
 
 def decay_mask(axes: Params) -> Params:
-    """Return a tree of booleans like `axes`: True for leaves with weight decay."""
+    """Return a tree of booleans like `axes`: True for matrices, which decay by default."""
     return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 

@@ -96,7 +96,7 @@ class Removed:
         value: the fixed value; None = every value is accepted.
         changes_results: a run with another value computed something else.
         item_of: name of a list setting; a true value adds the last part of the removed setting's
-            name to it. "" = none.
+            name to it, and a false value removes it. "" = none.
     """
 
     value: Any
@@ -157,7 +157,7 @@ def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[st
 
 
 def outside_float32(value: Any) -> Iterator[float]:
-    """Yield the numbers in a value that would be NaN, infinite or 0 on a device, at any depth."""
+    """Yield the floats in a value, at any depth, that are neither normal float32 numbers nor 0."""
     if isinstance(value, float):
         if value and not _FLOAT32_MIN <= abs(value) <= _FLOAT32_MAX:
             yield value

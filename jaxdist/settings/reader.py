@@ -1,4 +1,4 @@
-"""Read defaults, a TOML file and flags into one dataclass; report all problems in one error."""
+"""Read settings of all sources into one dataclass; report all problems in one error."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jaxdist.settings.schema import (
     FlagText,
     Path,
     default_of,
+    default_text,
     describe,
     example,
     fields_of,
@@ -39,7 +40,7 @@ from jaxdist.settings.sources import (
 T = TypeVar("T")
 
 InputValues: TypeAlias = Mapping[str, Any]
-"""Dotted name -> TOML value or flag text, for every setting that was set."""
+"""Dotted name -> TOML value, flag text or value of a program, for every setting that was set."""
 
 
 def read_settings(cls: type[T], argv: Sequence[str], **options: Any) -> T:
@@ -63,10 +64,10 @@ def read_with_origins(
     values: Mapping[str, Any] | None = None,
     read_url: Callable[[str], bytes] | None = None,
 ) -> tuple[T, dict[str, str]]:
-    """Return the settings of a command, and dotted name -> origin, e.g. "flag --steps".
+    """Return the settings of a command, and dotted name -> origin of those that were set.
 
     Later sources override earlier ones: the defaults of `cls` (or `base`), `--config FILE.toml`,
-    flags.
+    the command line, `values`. An origin is e.g. "flag --steps".
 
     Args:
         cls: a frozen dataclass; its fields may be sections (dataclasses) themselves.
@@ -83,7 +84,7 @@ def read_with_origins(
             cannot replace must be rejected by a rule.
         check_rules: also check rules and bounds, not only types.
         is_stored: these are the stored settings of a run; see `Removed`.
-        values: settings of a Python program, which override all others; see `program_inputs`.
+        values: settings of a Python program; see `program_inputs`.
         read_url: returns the content of a `--config` that is a URL; None = URLs are rejected.
 
     Raises:
@@ -167,7 +168,7 @@ def _positional_values(
         )
         for word, name in zip(words, slots, strict=False)
     ]
-    takes = f"takes {join_choices(n.upper() for n in names)}" if names else "takes flags only"
+    takes = f"takes {' '.join(names).upper()}" if names else "takes flags only"
     problems = [
         f"argument {word!r} is one too many: the command {takes}. "
         "Settings are --name=value, see --help."
@@ -195,7 +196,7 @@ def _missing(
     ]
 
 
-_TYPED = ("flag", "argument")  # prefixes of the origins on the command line; others are files
+_TYPED = ("flag", "argument")  # prefixes of the origins on the command line
 
 
 class _Reader:
@@ -209,7 +210,7 @@ class _Reader:
         is_stored: bool,
     ):
         self.cls, self.base, self.inputs, self.aliases = cls, base, inputs, aliases
-        self.hint = hint  # what to try if a setting is unknown
+        self.hint = hint  # the end of messages about unknown settings
         self.is_stored = is_stored
         self.problems: list[str] = []
         self.values: dict[Path, Any] = {}
@@ -336,7 +337,7 @@ class _Reader:
             hint = _did_you_mean(str(one.raw), map(str, choices))
             self.problems.append(
                 f"{field.name}={one.raw!r} ({one.origin}) {error}."
-                + (hint or f" The default is {example(field)}: {field.doc}.")
+                + (hint or f" The default is {default_text(field)}: {field.doc}.")
             )
         self.origins[field.name] = one.origin
 

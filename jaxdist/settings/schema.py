@@ -64,7 +64,7 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 def kinds_of(annotation: Any) -> dict[str, type]:
-    """Return the dataclass by kind of a section: {"": cls} without kinds; {} for a plain field."""
+    """Return kind -> dataclass of a section, {"": cls} without kinds; {} for a plain field."""
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return {"": annotation}
     parts = get_args(annotation) if _is_union(annotation) else ()
@@ -93,12 +93,12 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def read_value(raw: Any, annotation: Any) -> Any:
-    """Parse a TOML value or the text of a flag.
+    """Parse a TOML value or the text of a flag; raise `BadValueError` if it does not fit.
 
     Args:
         raw: a TOML value, or `FlagText` with the characters after the flag.
         annotation: bool, int, float, str, Literal, X | None, X | Y (the first type that fits),
-            list[X], tuple[X, ...] or dict. The text of a flag is a comma-separated list for
+            list[X], tuple[X, ...], dict or Any. The text of a flag is a comma-separated list for
             list[X] and one item for tuple[X, ...] (texts that may contain commas); both also take
             TOML's `[a, b]`.
     """

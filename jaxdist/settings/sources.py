@@ -23,8 +23,8 @@ class Input:
 
     Attributes:
         raw: TOML value, or `FlagText`; None for a flag without a value.
-        origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
-        section_origin: line at which the outermost section begins in a file; else as `origin`.
+        origin: "flag --train.steps", "argument 'x'", "run.toml line 12" or "keyword steps".
+        section_origin: line at which the outermost section begins in a file.
     """
 
     path: Path
@@ -96,7 +96,7 @@ def _take_value(word: str, following: list[str], is_switch: bool = False) -> str
 
 @dataclasses.dataclass(frozen=True)
 class FlagWords:
-    """A flag and its value on another program's command line, with the original words.
+    """A flag and its value on a command line that is not parsed here, with the original words.
 
     `name` is the name of the setting, with underscores; "" for words that are not a flag.
     """
@@ -107,7 +107,7 @@ class FlagWords:
 
 
 def split_flags(argv: Sequence[str]) -> list[FlagWords]:
-    """Return the flags and other words of a command line of another program, in order."""
+    """Return the flags and other words of a command line, in order."""
     flags, following = [], list(argv)
     while following:
         word = following.pop(0)
@@ -261,17 +261,14 @@ def _files_like(path: FilePath) -> str:
 
 
 def write_toml(config: Any) -> str:
-    """Return the resolved settings as TOML: plain fields first, then a table for each section.
-
-    `None` has no TOML form and is omitted; the default of its field must be None.
-    """
+    """Return settings as TOML; None is omitted, and must be the default of its field."""
     import tomli_w
 
     return tomli_w.dumps(to_table(config))
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """Convert a settings dataclass to nested dicts."""
+    """Convert a settings dataclass to nested dicts, without values that are None."""
     table: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(config):
