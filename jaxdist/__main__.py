@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_commands() -> dict[str, str]:
-    """Return command -> first sentence of its module's docstring, for the installed commands."""
+    """Return command -> one line of description, for the installed commands."""
     sources = {name: _source_of(name) for name in COMMANDS}
-    return {name: _first_sentence(source) for name, source in sources.items() if source}
+    return {name: _description(source) for name, source in sources.items() if source}
 
 
 def overview(commands: dict[str, str]) -> str:
@@ -83,7 +83,8 @@ def _source_of(name: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def _first_sentence(file: Path) -> str:
+def _description(file: Path) -> str:
+    """Return the first paragraph of a module's docstring without its leading `command`."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     line = doc.partition("\n\n")[0].replace("\n", " ")
     if line.startswith("`"):

@@ -1,7 +1,6 @@
 """Python API: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
 
-Errors are raised as exceptions: `ConfigError` lists every problem of the arguments, the guards
-raise `Stopped` and `CorruptState`, and `CheckpointError` and exceptions of callbacks pass through.
+The guards of training raise `Stopped` and `CorruptState`; exceptions of callbacks pass through.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from jaxdist.settings import ConfigError
 from jaxdist.train import run as run_training
 
 Callback: TypeAlias = Callable[..., bool | str | None]
-"""Called with each train and eval record of metrics.jsonl, and if it takes a second argument with a
-function that returns the `TrainState`. True or a reason ends the run after a save."""
+"""Called with each train and eval record, and if it has two required arguments with a function that
+returns the `TrainState`. True or a reason (a text) ends the run after a save."""
 
 Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
 """Base settings: a TOML file, the name of a config of the package, a table of settings, or a
@@ -60,15 +59,15 @@ def train(
             Dataset, a grain MapDataset or IterDataset, a pair (training rows, evaluation rows), a
             DatasetDict with "train", or a function that returns one of these), paths, or a table
             of settings.
-        objective: (output of the model's head, batch, context) -> Sums, instead of cross-entropy;
-            see docs/parallelism.md. A resume needs it again, like optimizer and schedule.
+        objective: (output of the model's head, batch, context) -> Sums, instead of that of the
+            settings; see docs/parallelism.md. A resume needs it again, like optimizer and schedule.
         optimizer: an optax optimizer with its learning rate, e.g. `optax.adam(1e-3)`, instead of
             that of the settings; gradients are clipped before it by `optim.max_grad_norm`.
         schedule: step -> learning rate, instead of that of the settings. It multiplies the updates
             of `optimizer`, which then has a learning rate of 1.
-        callbacks: each is called with each train and eval record, on every process, and if it takes
-            a second argument with a function that returns the state; see docs/python.md.
-        progress: show steps and evaluations in a bar; None = only on a terminal or in a notebook.
+        callbacks: functions as described at `Callback`, called on every process.
+        progress: show steps and evaluations in a bar; None = if process 0 has a terminal or
+            notebook, there.
         settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
 
@@ -76,9 +75,10 @@ def train(
         The run, finished or stopped: see `Run.exit_reason`.
 
     Raises:
-        ConfigError: every problem of the arguments, before anything is compiled.
-        Stopped: the loss is bad, and the policy ends the run.
-        CheckpointError: the last checkpoint could not be saved.
+        ConfigError: wrong arguments or settings.
+        Stopped: losses or weights are bad, and the policy ends the run.
+        CorruptState: copies of a value on several devices differ, and the policy ends the run.
+        CheckpointError: a checkpoint could not be restored, or too many, or the last, not saved.
         KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
     """
     config, values = _begin(config, settings)
@@ -161,7 +161,7 @@ def open(
         objective: the object that was passed to `train`, if any; for evaluation.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or an argument has a wrong type.
     """
     make_model, rows = _objects(model, data, {})
     for name, value, parsed in (("model", model, make_model), ("data", data, rows)):
@@ -250,10 +250,10 @@ def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
 def _objects(
     model: Any, data: Any, values: dict[str, Any]
 ) -> tuple[Callable[[int], Model] | None, Any]:
-    """Return (model function, data) of objects; add other ones to the settings in `values`.
+    """Return (seq_len -> model, data); None = described completely by settings, added to `values`.
 
     The settings store the name of an importable function, so that the run can be opened and resumed
-    without the program. A model is returned as a function of seq_len. None = it is in the settings.
+    without the program.
     """
     make_model = None
     if isinstance(model, str | Mapping):

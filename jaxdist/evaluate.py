@@ -1,7 +1,7 @@
 """`python -m jaxdist.evaluate RUN`: compute loss and perplexity, or accuracy, of a checkpoint.
 
-Evaluates the held-out rows of the run or other data, each row once, or tasks of the
-lm-evaluation-harness. It runs on any legal mesh, independent of the mesh of the training.
+Evaluates the evaluation data of the run, other data, or tasks of the lm-evaluation-harness. It
+runs on any legal mesh, independent of the mesh of the training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EvaluateConfig(CheckpointSettings):
     """Checkpoint, data and devices."""
 
     sources: list[str] = setting(
-        [], "data to evaluate on, also as NAME=SOURCE; empty = the held-out rows of the run"
+        [], "data to evaluate on, also as NAME=SOURCE; empty = the evaluation data of the run"
     )
     tasks: list[str] = setting(
         [],

@@ -1,7 +1,7 @@
 """`python -m jaxdist.generate RUN`: generate text from a checkpoint, or chat with it (`--chat`).
 
-Prompts of different lengths are batched; the text for a single prompt is streamed. It runs on any
-legal mesh, independent of the mesh of the training.
+Prompts of different lengths are batched; the text for a single prompt is streamed unless it goes to
+a file. It runs on any legal mesh, independent of the mesh of the training.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class GenerateConfig(CheckpointSettings, TextSettings):
 
     prompt: tuple[str, ...] = setting(
         (),
-        "text to continue, or with --chat a user message; may be repeated; without any, the prompt "
-        "is a line break, and a chat reads its turns from the terminal",
+        "text to continue, or with --chat a user message; may be repeated; without any prompt, a "
+        "line break is continued, and a chat reads its turns from standard input",
     )
     prompt_file: str = setting(
         "",
-        'file with one prompt per line, or .jsonl with {"prompt": "..."} or, with --chat, '
-        '{"messages": [{"role": "user", "content": "..."}, ...]} per line; instead of --prompt',
+        'file with one prompt per line, or .jsonl or .parquet with {"prompt": "..."} or, with '
+        '--chat, {"messages": [{"role": "user", "content": "..."}, ...]} per row; instead of '
+        "--prompt",
     )
     out: str = setting(
         "",
@@ -77,7 +78,7 @@ class GenerateConfig(CheckpointSettings, TextSettings):
 
     @property
     def is_interactive(self) -> bool:
-        """Return whether a chat reads its turns from the terminal."""
+        """Return whether a chat reads its turns from standard input."""
         return self.chat and not self.prompt and not self.prompt_file
 
     def requests(self) -> Iterator[dict[str, Any]]:
@@ -190,7 +191,7 @@ def _write_file(
 
 
 def _converse(writer: Writer, config: GenerateConfig) -> None:
-    """Read the turns of a conversation from stdin, one per line."""
+    """Read turns from stdin, one per line, and stream the answers."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("each line is a turn; /new restarts, Ctrl-D ends", file=sys.stderr)

@@ -28,7 +28,7 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
 def check_type(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
-    """Raise ConfigError if an argument has a wrong type."""
+    """Raise ConfigError with the value of an argument and the allowed ones, unless `is_allowed`."""
     if not is_allowed:
         raise ConfigError(f"{name} is {value!r:.80}. Use {allowed}.")
 
@@ -83,7 +83,7 @@ class Run:
         """Return a matplotlib figure with the curves of the run; this needs matplotlib.
 
         `log_y` draws losses, gradient norm and learning rate on logarithmic axes. The result is
-        None before the first step.
+        None if nothing finite was recorded.
         """
         from jaxdist.tools.report.page import draw_curves
 
@@ -102,15 +102,15 @@ class Run:
 
     @property
     def exit_reason(self) -> str:
-        """Return why the run ended: "finished", "preempted", ...; "" if it has not ended."""
+        """Return why the run ended last: "finished", "preempted", ...; "" before its first end."""
         return str(self.summary.get("exit_reason", ""))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return one record per step, oldest first: step, loss, grad_norm, learning_rate, rates.
 
-        Loss and grad_norm of a step without labels are None. If a step was repeated
-        after a restart, only its last record is returned.
+        Loss and grad_norm of a step without labels are None. Records that a restart or rollback
+        discarded are left out, also from `evaluations` and `losses`.
         """
         return self._records("train")
 
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """Return the training loss of each step, nats per token or image; NaN without labels."""
+        """Return the loss of each step, as in `metrics` but NaN without labels."""
         records = stream_records(self._directory.metrics)
         losses = (r["loss"] for r, counts in records if counts and r["kind"] == "train")
         return [math.nan if loss is None else loss for loss in losses]
@@ -149,10 +149,10 @@ class Run:
 
     @property
     def params(self) -> Params:
-        """Return the parameters: a tree of float32 arrays, layers stacked, sharded over `mesh`.
+        """Return the parameters: a tree of arrays, layers stacked, sharded over `mesh`.
 
-        If the run has a moving average (`optim.ema_decay`), it is returned, except with
-        weights="raw". Raise ConfigError if the checkpoint does not exist.
+        Trained ones are float32. If the run has a moving average (`optim.ema_decay`), it is
+        returned, except with weights="raw". Raise ConfigError if the checkpoint does not exist.
         """
         return self._weights.params
 
@@ -176,10 +176,10 @@ class Run:
                 `python -m jaxdist.generate --help`.
 
         Returns:
-            The generated text; a list for a list of prompts.
+            The generated text; a list for several prompts.
 
         Raises:
-            ConfigError: a wrong option, or a prompt that is empty or too long for the model.
+            ConfigError: a wrong option, a prompt that is empty or too long, or no model of text.
         """
         settings = read_settings(TextSettings, [], command="Run.generate", values=options)
         is_many = isinstance(prompts, list | tuple) and not isinstance([*prompts, 0][0], Mapping)
@@ -207,11 +207,11 @@ class Run:
         """Return metrics by name: loss and perplexity, or accuracy.
 
         Args:
-            sources: data to evaluate on; none = the held-out rows of the run.
+            sources: data to evaluate on; none = the evaluation data of the run.
             max_batches: largest number of batches, spread over the data; 0 = every row once.
 
         Raises:
-            ConfigError: the run has no held-out rows, or the data do not fit the model.
+            ConfigError: the run has no evaluation data, or the data do not fit the model.
         """
         names = [sources] if isinstance(sources, str) else sources
         are_names = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)

@@ -24,7 +24,7 @@ log = logging.getLogger("jaxdist")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train with the settings of the command line; return 0, or 75 if a signal stopped it."""
+    """Train with the settings of the command line; return the exit code of the process."""
     times = runtime.StartTimes.of_process()
     # From here on signals are handled. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
@@ -72,7 +72,7 @@ def run(
     from jaxdist.settings import write_toml
 
     times.mark("imports")
-    # 2. Check everything before anything is written or compiled.
+    # 2. Check everything before the run directory is opened.
     if "operations" not in config.override:
         check_operations()
     open_data = functools.cache(
@@ -127,9 +127,8 @@ def run(
     directory.objective = program.object_names
     program.on_start(directory)
     if job.num_processes > 1:
-        log.info(
-            "launcher %s, attempt %d, devices of the job:\n%s", job.source, job.attempt, job.table()
-        )
+        line = "launcher %s, attempt %d, devices (process 0 lists all):\n%s"
+        log.info(line, job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is None:
         log.warning("override=audit: not audited, so missing or repeated sums go undetected")
@@ -162,7 +161,7 @@ def run(
 def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
-    """Configure jax, join the job and start its devices; return the joined job."""
+    """Configure jax, join the job, start its devices and log; return the joined job."""
     from jaxdist.run.run_directory import flatten
     from jaxdist.settings import to_table
 

@@ -2,10 +2,10 @@
 
 On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
 
-    params/ ema_params/        arrays in Orbax's format, on an object store plain zarr; items can
-    opt_state/ rest/           be read separately; ema_params exists only if the run averages its
-                               weights
-    meta/metadata              JSON: the caller's meta, and shape, dtype, checksum of every array
+    arrays/                    the arrays in Orbax's format; their names begin with the item:
+                               params, ema_params (if the run averages its weights), opt_state, rest
+    params/ opt_state/ ...     instead, on an object store: plain zarr arrays
+    meta/metadata              JSON: step, caller's meta, and shape, dtype, checksum of every array
     manifest.json              size and CRC-32 of every file, written last
     CORRUPT, SUPERSEDED        marker files with the reason not to load the checkpoint
 

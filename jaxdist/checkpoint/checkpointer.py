@@ -51,7 +51,7 @@ class Checkpointer:
 
     Args:
         directory: holds one directory per step; created if absent.
-        log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
+        log: receives the log lines on process 0; default: the logger `jaxdist.checkpoint`.
         read_only: do not lock, write or delete anything.
         is_held: take the lock, but change nothing else in the directory before `commit`; `close`
             without a `commit` undoes the lock file.
@@ -96,7 +96,7 @@ class Checkpointer:
                 self.commit()
 
     def commit(self) -> None:
-        """Delete unfinished saves, mark rejected checkpoints, start due exports; allow saves."""
+        """Delete unfinished saves, mark rejected checkpoints, start due exports."""
         self._is_held = False
         self._group.decide(self._clean)
         self._reader.commit()
@@ -180,7 +180,7 @@ class Checkpointer:
                 self._lock = None
 
     def pop_events(self) -> list[Event]:
-        """Return the events since the last call, for metrics; the same on every process.
+        """Return the events since the last call, for metrics, on every process.
 
         `save` (step, halfway, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed`
         (step, reason, in_a_row), `save_skipped` and `checkpoint_skipped` (step, reason), `restore`
@@ -250,10 +250,10 @@ class Checkpointer:
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
         newest valid checkpoint (the local save if `choose` selected one), or an older one if its
-        arrays are corrupt. Parts in `optional` (`pytree.OPTIONAL`) may be missing in checkpoint or
-        state: if the checkpoint lacks one, its abstract value is returned. Raises `ConfigError` for
-        missing or extra leaves and other shapes, and `CheckpointError` if nothing, or not this
-        `step`, can be restored.
+        arrays are corrupt and this is not `read_only`. Parts in `optional` (`pytree.OPTIONAL`) may
+        be missing in checkpoint or state: if the checkpoint lacks one, its abstract value is
+        returned. Raises `ConfigError` for missing or extra leaves and other shapes, and
+        `CheckpointError` if nothing, or not this `step`, can be restored.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:

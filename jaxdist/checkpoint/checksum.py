@@ -1,8 +1,8 @@
 """Compute a 32-bit checksum of an array's bits, the same on every mesh.
 
-Each element's bits are hashed with its position in the global array, and the hashes are summed
-modulo 2³². The hash is a bijection: one damaged element always changes the sum; several cancel with
-probability 2⁻³². Because positions are hashed too, misplaced shards are detected.
+Each 32-bit word (or smaller element) is hashed with its position in the global array, and the
+hashes are summed modulo 2³². The hash is a bijection: one damaged word always changes the sum;
+several cancel with probability 2⁻³². Because of the positions, misplaced shards are detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxdist.core.types import Array
 def checksums(arrays: Sequence[Array]) -> list[int]:
     """Return the checksum, below 2³², of each global array [...], the same on every process.
 
-    It takes one pass over device memory. PRNG keys are converted to their key data.
+    It takes one pass over device memory. Of PRNG keys, pass the key data.
     """
     return start_checksums(arrays)()
 
@@ -81,7 +81,7 @@ _SMALL_BYTES = 1 << 18  # per device: a copy takes less time than compiling a pr
 
 
 def _is_summed_on_host(x: Array) -> bool:
-    """Return whether the parts of an array [...] are small and in this process's memory."""
+    """Return whether an array [...] is on this process's CPU devices, in small parts."""
     small = 0 < math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize <= _SMALL_BYTES
     return small and x.is_fully_addressable and jax.default_backend() == "cpu"
 

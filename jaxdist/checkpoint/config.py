@@ -21,8 +21,8 @@ class CheckpointConfig:
     )
     max_to_keep: int = setting(
         3,
-        "number of newest checkpoints to keep; the disk holds up to two more: a save halfway "
-        "between two, and one being written",
+        "number of newest checkpoints to keep, in addition to those that other settings keep, a "
+        "save halfway between two, and one being written",
         ge=1,
     )
     keep_interval_steps: int = setting(
@@ -62,7 +62,7 @@ class CheckpointConfig:
     )
     local_interval_steps: int = setting(
         0,
-        "steps between saves to local_dir; one also follows 5 minutes after another; 0 = only it",
+        "steps between saves to local_dir, in addition to one every 5 minutes; 0 = only those",
         ge=0,
     )
     neighbours: int = setting(

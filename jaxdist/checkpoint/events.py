@@ -1,4 +1,4 @@
-"""Errors, events and log lines of a checkpointer. All processes raise the same error."""
+"""Errors, events and log lines of a checkpointer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NAMED = 3  # arrays listed in an error message
 
 
 class CheckpointError(RuntimeError):
-    """Raised if a save or restore fails permanently; the message has cause, path and fix."""
+    """Raised if a save, a check or a restore fails; the message has the cause."""
 
     has_traceback = False  # in the closing block of a command
 
@@ -27,13 +27,13 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class MismatchError(ConfigError):
-    """Raised if arrays do not fit the settings; `document` is the JSON of their checkpoint."""
+    """Raised if a checkpoint's arrays do not fit the settings; `document` is its JSON."""
 
     def __init__(self, step: int, problems: list[str], document: dict[str, Any]):
         self.step, self.document = step, document
         lines = [f"checkpoint {step} does not fit: {line}" for line in problems[:_MAX_NAMED]]
         if len(problems) > _MAX_NAMED:
-            lines[-1] += f" {len(problems) - _MAX_NAMED} more arrays do not fit."
+            lines[-1] += f" There are {len(problems) - _MAX_NAMED} more such problems."
         super().__init__(lines)
 
 
@@ -118,7 +118,7 @@ class EventLog:
             bytes=outcome.num_bytes,
         )
         self.log(
-            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} per process in "
+            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} by process 0 in "
             f"{outcome.written_s:.2f} s including copies on other hosts, training blocked "
             f"{outcome.blocked_s:.2f} s"
         )

@@ -127,7 +127,7 @@ class DirectoryLock:
             self._file.write(self._before)
 
     def _reject_living_holder(self, file: LockFile) -> None:
-        """Raise if the holder is alive although the storage granted the lock; may wait for 30 s."""
+        """Raise `ConfigError` if the holder of the granted lock is alive; may wait for 30 s."""
         holder = _parsed(file.read())
         if not holder or holder.get("state") == "released":
             return
@@ -145,7 +145,7 @@ class DirectoryLock:
             )
             if _beats(file, holder):
                 raise self._refusal(holder)
-        self._log(f"took over the lock of {who}, which has ended")
+        self._log(f"took over the lock of {who}, which has ended or hangs")
 
     def _refusal(self, holder: dict[str, Any]) -> ConfigError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"

@@ -1,7 +1,7 @@
 """Write and read arrays on an object store: one zarr array per leaf, one object per chunk.
 
-Every process writes the chunks of its devices straight from memory. A restore reads only the byte
-ranges that it needs. The format is zarr version 2 without compression.
+Every process writes the chunks of its devices from copies in host memory. A restore reads only the
+byte ranges that it needs. The format is zarr version 2 without compression.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.runtime.storage import REQUESTS, Location
 
 CHUNK_BYTES = 16 << 20
-"""Largest chunk of an array: one object, uploaded in one request of less than 30 s."""
+"""Largest chunk of an array: one object, uploaded in one request."""
 
 _ZARRAY = ".zarray"
 

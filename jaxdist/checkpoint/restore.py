@@ -30,7 +30,10 @@ _SMALL_BYTES = 1 << 20  # "quick" also reads files up to this size: metadata has
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verify and load checkpoints; mark corrupt ones immediately, or with `is_held` at `commit`."""
+    """Verify and load checkpoints; mark corrupt ones at once, with `is_held` at `commit`.
+
+    With `read_only`, mark none.
+    """
 
     directory: Location
     config: CheckpointConfig
@@ -46,9 +49,9 @@ class Reader:
         return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
-        """Return the newest valid step; None without checkpoints.
+        """Return the newest valid step, marking newer, corrupt ones; None without checkpoints.
 
-        Marks newer, corrupt ones. If all are corrupt, marks none and raises `CheckpointError`.
+        If all are corrupt, marks none and raises `CheckpointError`.
         """
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):

@@ -1,9 +1,9 @@
 """Decide when to save, so that a crash at any moment loses at most one interval.
 
 After a crash during a background write, the previous checkpoint is the newest. It is one interval
-old when the write begins, so the steps during the write would be lost too. Therefore each interval
-has an extra save halfway. A save begins only after the previous one is committed (`Saver` waits),
-so a crash loses at most two gaps between saves, which is one interval.
+old when the write begins, so the steps during the write would be lost too. Therefore background
+saving adds one halfway through each interval. A save begins only after the previous one is
+committed (`Saver` waits), so a crash loses at most two gaps between saves, which is one interval.
 
 Local saves have their own interval, and are skipped if a save of the run directory is due.
 """

@@ -1,7 +1,7 @@
 """Read and write the arrays of a checkpoint block by block, without devices or much memory.
 
-For inspecting, comparing and rewriting checkpoints; `restore` loads a checkpoint onto a mesh. If an
-array is read completely, its checksum is verified.
+For inspecting, comparing and rewriting checkpoints; `restore` loads a checkpoint onto a mesh.
+`StoredArrays.blocks` reads a complete array and verifies its checksum.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
-    """Use `num_devices` simulated CPU devices; raises `ConfigError` if jax has started others."""
+    """Use `num_devices` ≥ 1 simulated CPU devices; raises `ConfigError` if jax runs others."""
     import jax
 
     if num_devices < 1:
@@ -38,8 +38,8 @@ def simulate(num_devices: int) -> None:
             return
         raise ConfigError(
             f"--simulate {num_devices}: this process already runs {len(running)} "
-            f"{running[0].platform} device(s), and devices cannot change while a process "
-            "lives. Call simulate before any other use of jax."
+            f"{running[0].platform} device(s), which cannot change. In a new process (notebook: "
+            "restart the kernel), simulate devices before any other use of jax."
         ) from None
     jax.config.update("jax_platforms", "cpu")
 
@@ -63,8 +63,7 @@ MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """JAX's variable for the fraction of GPU memory that a process allocates."""
 
 DEFAULT_MEMORY_FRACTION = 0.92
-"""JAX's default is 0.75. The remainder is for the CUDA context and NCCL."""
-
+"""Used instead of JAX's 0.75; the other 0.08 are for the CUDA context and NCCL."""
 
 PINNED_LIMIT_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable for the largest pinned host memory of a process; XLA's default is 64 GiB."""
@@ -86,7 +85,7 @@ def host_memory_bytes() -> int:
 
 
 def pinned_limit_bytes() -> float:
-    """Return the bytes of pinned host memory that XLA allows a process; inf if not set."""
+    """Return the value of `PINNED_LIMIT_GIB` in bytes; inf if it is not set to a number."""
     try:
         return float(os.environ.get(PINNED_LIMIT_GIB, "")) * 2**30
     except ValueError:
@@ -94,7 +93,7 @@ def pinned_limit_bytes() -> float:
 
 
 def memory_fraction() -> float:
-    """Return the fraction of GPU memory that a run allocates: environment, else default."""
+    """Return the value of `MEMORY_FRACTION`, or `DEFAULT_MEMORY_FRACTION`."""
     try:
         return float(os.environ.get(MEMORY_FRACTION, ""))
     except ValueError:
@@ -108,11 +107,10 @@ def xla_flag_names() -> frozenset[str]:
 
 
 def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Cache compiled programs on disk, so that restarts compile nothing; return the folder in use.
+    """Cache compiled programs on disk; return the folder below `directory` for this CPU type.
 
-    `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE` or
-    `~/.cache/jaxdist/xla`; "off" disables the cache and returns None. If the folder cannot
-    be used, a warning is logged and None returned.
+    `directory` defaults to `$JAX_COMPILATION_CACHE_DIR`, `$JAXDIST_CACHE`, `~/.cache/jaxdist/xla`.
+    If it is "off", or cannot be used (which logs a warning), disable the cache and return None.
     """
     import jax
 
@@ -166,7 +164,7 @@ _CACHE_ERROR = re.compile(
 
 
 def _watch_for_damage(folder: Path) -> None:
-    """From now on, remove cache entries that jax cannot read; jax never overwrites them."""
+    """Send jax's warnings about the cache to a `_DamageWatch`."""
     show = warnings.showwarning
     if isinstance(show, _DamageWatch):  # set up for a previous cache
         show = show.show
@@ -174,9 +172,9 @@ def _watch_for_damage(folder: Path) -> None:
 
 
 class _DamageWatch:
-    """Log the first errors of the cache in `folder`, and delete entries that jax cannot read.
+    """Log the first failed read and write of the cache in `folder`; delete entries jax cannot read.
 
-    Other warnings are passed on.
+    jax never overwrites them. Other warnings are passed to `show`.
     """
 
     def __init__(self, folder: Path, show: Callable[..., None]) -> None:
@@ -194,9 +192,8 @@ class _DamageWatch:
         if action == "writing":
             if is_first:
                 log.warning(
-                    "compile cache %s: the program %s cannot be stored: %s. Each start compiles "
-                    "again what is not stored. Free space there, or set JAXDIST_CACHE to another "
-                    "folder.",
+                    "compile cache %s: the program %s cannot be stored: %s. Each start compiles it "
+                    "again. Free space there, or set JAXDIST_CACHE to another folder.",
                     self.folder,
                     name,
                     reason,

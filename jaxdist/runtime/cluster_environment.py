@@ -2,7 +2,7 @@
 
 All functions are pure: they open no socket, read no file and do not import jax.
 
-| started by | variables read |
+| started by | main variables |
 |---|---|
 | `jaxdist.launch` | `JAXDIST_COORDINATOR_ADDRESS`, `_NUM_PROCESSES`, `_PROCESS_ID`, `_LOCAL_*` |
 | Kubeflow Trainer, JAX | `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` |
@@ -16,7 +16,8 @@ All functions are pure: they open no socket, read no file and do not import jax.
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
 The first matching row wins. The launcher closest to the process comes first, because a process
-also inherits the variables of outer launchers. A row with only some variables set is an error.
+also inherits the variables of outer launchers. Variables of several processes that are incomplete
+raise an error if the process would otherwise run alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class JoinPlan:
         num_hosts: hosts of the job; num_local_processes: processes on this host; 0 = unknown.
         local_device_ids: indices of this process's GPUs among the visible ones; None: all.
         attempt: number of restarts of the job.
-        token: `JAXDIST_JOB_TOKEN` (a secret per job and attempt), else the scheduler's job name.
+        token: `JAXDIST_JOB_TOKEN` (a secret per job and attempt), else the scheduler's job name,
+            if any.
     """
 
     source: str = "alone"

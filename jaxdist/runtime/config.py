@@ -1,4 +1,4 @@
-"""The `runtime` section of a run: how processes join, and the compilation cache."""
+"""The `runtime` section of a run: how its processes join."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Settings of joining a job. The defaults suit one process and up to 64 nodes."""
+    """Settings with which a process joins its job."""
 
     coordinator_address: str = setting(
         "", "host:port at which process 0 listens; empty: from the environment"

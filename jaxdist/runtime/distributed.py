@@ -92,7 +92,7 @@ class JoinedJob:
         return dict(enumerate(host for host, count in self.host_runs for _ in range(count)))
 
     def table(self) -> str:
-        """Return a table of process, host, device, kind, UUID; without UUIDs a row has several."""
+        """Return a table of `devices`: a row per device, or per process if UUIDs are unknown."""
         lines: dict[tuple[str, ...], list[int]] = {}
         for row in self.devices:  # rows of devices without a UUID differ only in the index
             line = (str(row.process), row.host, row.kind, row.uuid or "-")
@@ -115,8 +115,9 @@ def join(
 
     The processes compare versions, code, settings and GPUs before devices start, then devices.
     `same` maps each setting that must be equal in all processes to its text. A request to `stop`
-    ends the wait with `SystemExit` (code 75). Raises `ConfigError` in every process if they differ,
-    and `RendezvousError` if processes are missing or the port is taken (a restart may succeed).
+    ends the wait with `SystemExit` (code 75). Raises `ConfigError` for wrong settings or variables,
+    and in every process if they differ; `RendezvousError` if processes are missing or the port is
+    taken (a restart may succeed).
     """
     environ = os.environ if environ is None else environ
     # Number the GPUs as nvidia-smi does.
@@ -274,7 +275,7 @@ _EQUAL_PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of Python, packages and our code, equal in all processes."""
+    """Return name -> version of Python, packages and our code, which all processes compare."""
     own = {"python": machine.python_version(), "jaxdist's code": code_digest()}
     return {**own, **installed_versions(_EQUAL_PACKAGES)}
 
@@ -354,7 +355,7 @@ def odd_ones(values: list[str]) -> tuple[str, list[int]]:
 
 
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
-    """Reject unequal platforms and counts, and a CPU run on hosts with GPUs."""
+    """Reject unequal platforms and counts, and a CPU process of several that should have GPUs."""
     names = [f"process {i} on {reply['rows'][0]['host']}" for i, reply in enumerate(everyone)]
     problems = [
         f"{name} was given {len(reply['expected'])} GPU(s) but jax sees only the CPU. "

@@ -38,7 +38,7 @@ EXIT_CONFIG = 2  # bad usage or configuration: a restart cannot help
 EXIT_PREEMPTED = 75  # saved, stopped while joining, or too few hosts: start it again
 EXIT_SDC = 85  # silent data corruption: replicas of a value differ; test the devices
 EXIT_HANG = 86  # the watchdog killed a process that made no progress
-EXIT_DIVERGED = 87  # losses, gradients or parameters stayed NaN or infinite
+EXIT_DIVERGED = 87  # stopped for losses, gradients or weights that are not finite, or a spike
 EXIT_INTERRUPTED = 130  # from the keyboard
 FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_DIVERGED, EXIT_INTERRUPTED)
 """Exit codes after which a restart does not help."""
@@ -112,10 +112,10 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     """Run `main` and end the process with its exit code, without hanging at exit.
 
     `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL or of
-    a full disk (code 1) and Ctrl-C (130) print one line. Others print a traceback, or the message
-    of a failed save or restore, and advice (1). `kill -QUIT` prints the stacks of all threads. With
-    `resumes`, the advice explains that the same command continues from saved state, and the command
-    does not fail if only its output is lost.
+    a full disk (code 1) and Ctrl-C (130) print one line. Others print advice and a traceback, or
+    only their message if they have `has_traceback = False` (their `exit_code`, or 1). `kill -QUIT`
+    prints the stacks of all threads. With `resumes`, the advice explains that the same command
+    continues from saved state, and the command does not fail if only its output is lost.
     """
     # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
@@ -254,7 +254,7 @@ def advice_for(message: str, otherwise: str = RERUN) -> str:
 
 
 def is_consequence(error: str) -> bool:
-    """Return whether an error is only a consequence of the end of another process."""
+    """Return whether an error text shows only that another process ended or is missing."""
     return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
 
 
@@ -327,7 +327,7 @@ def _limit_exit_time(code: int) -> None:
     def guard() -> None:
         leaving.wait()
         time.sleep(_EXIT_S / 6)
-        print(f"waiting for {_pending_threads()} to end ...", file=sys.stderr, flush=True)
+        print(f"exiting: waiting for {_pending_threads()} ...", file=sys.stderr, flush=True)
         time.sleep(_EXIT_S * 5 / 6)
         text = f"warning: exiting after {_EXIT_S:.0f} s without waiting for {_pending_threads()}"
         print(text, file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ def tune_malloc() -> bool:
 
 
 def give_back_memory() -> bool:
-    """Give free memory back to the system if this process has doubled; return whether it did."""
+    """Give free memory back to the system if it is kept and due; return whether it was."""
     return _kept is not None and _kept.trim_if_doubled()
 
 
@@ -62,18 +62,17 @@ _STATISTICS = "/proc/self/statm"
 
 
 class _KeptMemory:
-    """Give freed memory back to the system if the process has doubled in size.
+    """Give freed memory back to the system at the first check and if the process has doubled.
 
-    The first check gives memory back too; after each time, two checks measure the new size.
+    After each time, two checks measure the new size.
     """
 
     def __init__(self, libc: Any):
         self._libc = libc
-        self._usual = 0  # base size: resident bytes during a step; 0: not measured
+        self._usual = 0  # resident bytes during a step; 0 = not measured
         self._settling = 0  # remaining checks that measure it
 
     def trim_if_doubled(self) -> bool:
-        """Give free memory back to the system if the process has doubled; return whether it did."""
         resident = resident_bytes()
         if self._settling:
             self._settling -= 1

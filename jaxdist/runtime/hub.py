@@ -1,7 +1,7 @@
 """Download and upload files on the Hugging Face hub: `ORG/NAME` or `ORG/NAME@REVISION`.
 
-They are stored in the cache of `huggingface_hub`, whose variables apply: HF_HUB_CACHE or HF_HOME
-(location), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT. Processes share it by file locks.
+Variables of `huggingface_hub` apply: HF_HUB_CACHE or HF_HOME (location of its cache, which
+processes share by file locks), HF_HUB_OFFLINE=1 (no network), HF_TOKEN, HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_offline() -> bool:
 
 
 def with_commit(name: str, kind: Kind = "model") -> str:
-    """Return ORG/NAME@COMMIT, with the current commit of the name's revision (default: main)."""
+    """Return ORG/NAME@COMMIT for a name's revision (default: main), the same for this process."""
     repo, _, revision = name.partition("@")
     if _COMMIT.fullmatch(revision):
         return name
@@ -72,7 +72,7 @@ def with_commit(name: str, kind: Kind = "model") -> str:
 
 
 def fetch(name: str, files: tuple[str, ...]) -> Path:
-    """Download those of `files` (names or patterns) that exist; return their directory."""
+    """Download those top-level `files` (names or patterns) that exist; return their directory."""
     return _download(with_commit(name), files)
 
 

@@ -84,9 +84,10 @@ def setup_logging(
 ) -> logging.Logger:
     """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
-    Earlier records go to the file too. C output on stdout (gloo, NCCL) also goes there, unless
-    `owns_stdout` is false because a user's program called us. With `has_bar`, records with the
-    attribute `in_bar` are not printed, and the others are printed above the bar.
+    Without a file, the newest records are kept for the file of the next call. C output on stdout
+    (gloo, NCCL) also goes there, unless `owns_stdout` is false because a user's program called us.
+    With `has_bar`, records with the attribute `in_bar` are not printed, and the others are printed
+    above the bar.
     """
     held = [
         handler for handler in logging.getLogger("jaxdist").handlers if isinstance(handler, _Held)
@@ -126,7 +127,7 @@ def close_logs() -> logging.Logger:
 
 
 def divert_c_stdout(path: str | os.PathLike[str]) -> None:
-    """Redirect file descriptor 1 to `path`, unless stdout is captured; `sys.stdout` is kept."""
+    """Redirect fd 1, but not `sys.stdout`, to `path`; do nothing if stdout is captured."""
     if not isinstance(sys.stdout, _Stdout):
         try:
             if sys.stdout.fileno() != 1:

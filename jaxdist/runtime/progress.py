@@ -1,7 +1,4 @@
-"""Report the progress of long waits: a bar on a terminal or in a notebook, else log lines.
-
-Only process 0 shows bars; every process logs a line each half minute.
-"""
+"""Report the progress of long waits: a bar of process 0 or, without a bar, log lines."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ SHORT_S = 1.0
 
 
 def has_watcher() -> bool:
-    """Return whether this process shows bars: process 0 on a terminal or in a notebook."""
+    """Return whether this is process 0 on a terminal or in a notebook."""
     return (sys.stderr.isatty() or _is_notebook()) and process_id_and_count()[0] == 0
 
 
@@ -121,8 +118,8 @@ def in_time(
 ) -> bool:
     """Run `action` and wait for it at most `timeout_s`; return whether it finished.
 
-    After the time-out the action continues on a daemon thread and a warning is logged. The wait is
-    reported as in `waiting` unless `announce` is false.
+    After the time-out the action continues on a daemon thread and a warning is logged. Before it,
+    an error of the action is raised. The wait is reported by `waiting` unless `announce` is false.
     """
     raised: list[BaseException] = []
 

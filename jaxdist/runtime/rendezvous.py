@@ -2,8 +2,8 @@
 
 If a process is missing, jax's coordinator aborts all others in C++ without reporting which. So the
 port first serves a check-in over plain TCP. Each process sends one line: a proof of the job's
-token, its process id, the number of processes, its host. When all have checked in, process 0 closes
-the port, which jax then uses, and answers all with its own proof.
+token, its process id, the number of processes, its host. When all have checked in, or at its
+time-out, process 0 closes the port and answers with its own proof; jax then uses the port.
 
 A process that starts early, or reaches another job or attempt, retries until its time-out. The
 token separates jobs on one port. Nothing is encrypted and jax's service accepts any client, so only
@@ -218,7 +218,7 @@ class _CheckInServer:
 
 
 def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> str:
-    """Return the address:port that all processes connected to; [::]:port if they differ."""
+    """Return this host's address:port to which all others connected; [::]:port without such one."""
     host, port = plan.coordinator_address.rsplit(":", 1)
     if is_loopback(host):
         return plan.coordinator_address

@@ -1,8 +1,7 @@
 """Handle stop requests: SIGTERM, SIGUSR1 or Ctrl-C stops all processes after the same step.
 
-The handlers only set a flag. The loop calls `preempted()` once per step in every process. If it
-returns True, the loop saves and exits with `EXIT_PREEMPTED`. A second Ctrl-C kills the process, or
-raises `KeyboardInterrupt` if a user's program called us.
+The loop calls `preempted()` once per step in every process. If it returns True, the loop saves and
+exits. A second Ctrl-C ends the process, or raises `KeyboardInterrupt` if a user's program called.
 """
 
 from __future__ import annotations
@@ -121,9 +120,9 @@ class Preemption:
         raise SystemExit(EXIT_PREEMPTED)
 
     def _share(self) -> bool:
-        """Forward an earlier request to the other processes; return whether there are any.
+        """Return whether jax's coordination service handles SIGTERM; forward an earlier request.
 
-        By then jax's coordination service has replaced our SIGTERM handler and chooses the call.
+        The service then has replaced our handler, and chooses the number of the call.
         """
         if not self._shared:
             if not service.has_stop_service():

@@ -6,7 +6,7 @@ after the failure of a process, and could not run in a background thread.
 
 | module | offers |
 |---|---|
-| `service` | `put`, `get`, `published`: values by key; process id; the agreed stop step |
+| `service` | `put`, `get`, `published`: values by key; process id; the agreed stop |
 | `group` | `Group`: process 0 decides, all get its result or its error; `Barrier`: can be aborted |
 | `failure_broadcast` | `announce_failure`: end all processes when one fails, with the cause |
 | `transfer` | `FileServer`, `FileClient`: copy files between the disks of hosts |

@@ -37,8 +37,9 @@ class Group:
     Every process must make the same calls on a group in the same order; each thread needs its own
     group. If a name is used again, the n-th groups of all processes match.
 
-    `decide` raises an error of process 0 in all processes. If its class is in `errors` (constructed
-    from one text), the others raise the same class, else `otherwise`.
+    `decide` raises an error of process 0 in all processes. If its class is `ConfigError`,
+    `LateProcess` or in `errors` (constructed from one text), the others raise the same class, else
+    `otherwise`.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Group:
     def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
         """Run `decision` on process 0 with all processes' JSON values, by id; return its result.
 
-        Also a barrier. A process sends 2 requests, process 0 one per process. Keep the result
-        small, because all processes read it. Raises `LateProcess` everywhere after `timeout_s`.
+        Also a barrier. Process 0 reads from all processes, the others only the result, which should
+        be small. Raises `LateProcess` everywhere after `timeout_s`.
         """
         if self.num_processes == 1:
             return decision([value])
@@ -90,10 +91,7 @@ class Group:
         return self._decided(lambda: None, _LEADER_S)  # process 0 runs it
 
     def collect(self, value: Any) -> list[Any]:
-        """Return the JSON values of all processes, by process id, in process 0, and [] elsewhere.
-
-        It is a barrier. No process but 0 receives bytes that grow with the job.
-        """
+        """Return all processes' JSON values, by id, in process 0, and [] elsewhere; a barrier."""
         everyone: list[Any] = []
         self.decide_from(value, everyone.extend)
         return everyone
@@ -103,10 +101,7 @@ class Group:
         self.decide_from(None, lambda values: None)
 
     def scatter(self, decision: Callable[[], Sequence[Any]]) -> Any:
-        """Run `decision` on process 0; return its JSON value number `process_id` in each process.
-
-        It raises an error of process 0 in all processes.
-        """
+        """Like `decide`, but return in each process only JSON value number `process_id`."""
         if self.num_processes == 1:
             return decision()[0]
         key = f"{self.prefix}/{next(self._calls)}"
@@ -171,17 +166,14 @@ class Group:
 
 
 def decide(topic: str, decision: Callable[[], Any]) -> Any:
-    """Run `decision` on process 0; return its JSON value, or raise its error, everywhere.
-
-    The n-th call with a topic matches the n-th call in the other processes.
-    """
+    """Call `Group.decide`; the n-th call with a topic matches the n-th one of other processes."""
     return _group(topic).decide(decision) if service.is_joined() else decision()
 
 
 def decide_from(
     topic: str, value: Any, decision: Callable[[list[Any]], Any], timeout_s: float = _WAIT_S
 ) -> Any:
-    """Run `decision` on process 0 with the values of all; return its result everywhere."""
+    """Call `Group.decide_from`; see `decide`."""
     if not service.is_joined():
         return decision([value])
     group = _group(topic)
@@ -190,7 +182,7 @@ def decide_from(
 
 
 def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
-    """Return the values of all processes, by process id, on process 0; [] elsewhere."""
+    """Call `Group.collect`; see `decide`."""
     if not service.is_joined():
         return [value]
     group = _group(topic)
@@ -199,7 +191,7 @@ def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
 
 
 def scatter(topic: str, decision: Callable[[], Sequence[Any]]) -> Any:
-    """Return this process's item of `decision()`, which runs on process 0."""
+    """Call `Group.scatter`; see `decide`."""
     return _group(topic).scatter(decision) if service.is_joined() else decision()[0]
 
 
@@ -237,7 +229,7 @@ class Barrier:
             self._set(self._abort_key)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Return when every process has called this; has the signature that Orbax expects."""
+        """Return when all processes (by Orbax) called this; raises `GivenUp` or `TimeoutError`."""
         here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
         # Process 0 waits for each process and then releases all: 2n requests instead of n².

@@ -37,7 +37,7 @@ def put(key: str, value: Any, *, overwrite: bool = False) -> None:
 
 
 def get(key: str, timeout_s: float) -> Any:
-    """Wait for a key; return its value. `TimeoutError`; `RuntimeError` if process 0 exited."""
+    """Wait for a key; return its value. Raises `TimeoutError`; other errors if process 0 exited."""
     try:
         text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
     except Exception as error:  # only the text of jax's error is stable between versions

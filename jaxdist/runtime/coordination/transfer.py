@@ -1,6 +1,6 @@
 """Transfer files between hosts of a job: a server in each process, and a client.
 
-Each request and answer carries a proof: an HMAC of a random challenge with the job's secret.
+Each request and answer carries a proof: an HMAC of a random challenge with a secret that both have.
 Contents are not encrypted, so only the cluster's network should reach the port.
 """
 
@@ -48,7 +48,7 @@ class FileServer:
 
 
 class FileClient:
-    """Connection to another process's `FileServer`; methods raise `OSError` if it fails."""
+    """Connection to another process's `FileServer`; raises `OSError` if it fails."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._key = secret.encode()

@@ -1,4 +1,4 @@
-"""Store the files of a run. All reads, writes and listings of a run directory use this package.
+"""Read, write and list files, such as those of a run directory, on file systems and object stores.
 
 A `Location` (from `locate(path)`) has only operations that object stores support too:
 
@@ -10,7 +10,7 @@ A `Location` (from `locate(path)`) has only operations that object stores suppor
 older than a few seconds, or before `flush_appended` |
 | `entries`, `files` | sorted names; files that are still being written are not listed |
 | `delete_tree` | not atomic: the file that makes a directory valid must be deleted first |
-| `lock` | excludes other processes if the storage has locks, and identifies the holder |
+| `lock` | excludes other processes if the storage has locks; the file's content names the holder |
 
 There is no rename. To make several files valid together, write a file that lists them last
 (`checkpoint.manifest`).

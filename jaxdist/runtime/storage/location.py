@@ -43,7 +43,7 @@ _OWN = uuid.uuid4().hex[:8]  # id of this process, because several may replace a
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; reject pipes and devices, which could block or never end."""
+    """Open a file for reading; reject pipes and devices, which could block or never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is not a regular file but a pipe or device", str(path))
@@ -133,7 +133,7 @@ class Location(os.PathLike[str]):
         return os.stat(self.path).st_size
 
     def version(self) -> int:
-        """Return a number that grows with every write; 0 if missing or unreachable."""
+        """Return the time of the last write in ns; 0 if missing or unreachable."""
         try:
             return os.stat(self.path).st_mtime_ns
         except OSError:
@@ -240,7 +240,7 @@ class Location(os.PathLike[str]):
 
 
 class Appender:
-    """A file open for appending. Each append is one `write` call, so a kill leaves complete lines.
+    """A file open for appending. Each append is normally one `write`: a kill leaves complete lines.
 
     `pending` has the bytes that could not be written; the next call writes them first.
     """

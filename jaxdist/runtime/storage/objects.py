@@ -63,7 +63,10 @@ def canonical(path: str | os.PathLike[str]) -> str:
 
 
 def problem_of(url: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if its bucket answers, checked once per bucket."""
+    """Return why a URL cannot be used; "" if it can. Raises `OSError` if its bucket is unreachable.
+
+    A bucket that answered once is not checked again.
+    """
     url = canonical(url)
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
@@ -120,7 +123,7 @@ def _upload_timeout_s(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _translate_errors(url: str) -> Iterator[None]:
-    """In this block, convert errors of `obstore` to `OSError`, its panics to `ConfigError`."""
+    """In this block, convert errors but `_conflicts` to `OSError`, panics to `ConfigError`."""
     import obstore
 
     problem = (
@@ -252,7 +255,7 @@ class ObjectLocation(Location):
             return sum(meta["size"] for meta in self._parts())
 
     def version(self) -> int:
-        """Return the time of the last write in ns, 0 if unreachable; often in whole seconds."""
+        """Return the time of the last write in ns, often whole seconds; 0 if it cannot be read."""
         try:
             try:
                 metas = [self._head()]

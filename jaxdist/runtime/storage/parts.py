@@ -1,7 +1,7 @@
 """Append to files on an object store, where objects cannot grow.
 
 A file is a folder of objects `part-NUMBER-WRITER`. A thread rewrites the newest part every few
-seconds, and starts another part at `PART_BYTES`. `flush_appended` and exit do not wait.
+seconds, and at `flush_appended` and exit, and starts another part at `PART_BYTES`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def part_of(path: str) -> tuple[str, bool]:
 
 
 def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> bool:
-    """Write all data appended to all files; return whether the store answered all requests.
+    """Upload what was appended to all files; return whether this ended, even with errors, in time.
 
     A hanging store blocks the caller for at most `timeout_s` (default: a minute). If several files
     are closed in a row (`ending`), only the first waits that long.
