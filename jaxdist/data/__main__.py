@@ -51,7 +51,7 @@ Then train on it:
     python -m jaxdist.train --data.sources tokens
 
 The folder appears complete or not at all. After an interruption start the same command again: it
-continues."""
+continues (from the beginning if DIR is a URL)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class PrepareConfig:
         ge=0,
     )
     bpe_mb: float = setting(
-        200.0, "largest amount of text to learn the BPE on, in MB, spread over the files", gt=0
+        200.0, "largest part of the files to learn the BPE on, in MB as stored", gt=0
     )
     text_field: str = setting(
         "text", "field of a JSON line, or column of a Parquet file, that holds the text"
@@ -98,7 +98,7 @@ class PrepareConfig:
     )
 
     def problems(self) -> list[str]:
-        """Return the error message of settings that exclude each other; [] if there are none."""
+        """Return the error of settings that exclude each other, if any."""
         if self.train_bpe and self.tokenizer != "bytes":
             return [
                 f"--train-bpe makes a tokenizer, but --tokenizer is {self.tokenizer}. Remove one."
@@ -112,14 +112,11 @@ class PrepareConfig:
 
 
 _UPLOADED_TOKENS = 1 << 24
-"""Tokens per shard on an object store, because shards are uploaded from memory."""
+"""Tokens per shard on an object store: shards are uploaded from memory."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a folder of tokens, or the data of a shipped config (`prepare NAME`); return 0.
-
-    Raises `ConfigError` for user errors.
-    """
+    """Make a folder of tokens, or the data of a shipped config (`prepare NAME`); return 0."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
         raise ConfigError(
@@ -182,7 +179,7 @@ def _prepare(config: PrepareConfig, out: Location) -> None:
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
         f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
-        f"{corpus.tokenizer.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
+        f"{corpus.tokenizer.vocab_size:,}, {size / corpus.num_tokens:.2f} stored bytes per token\n"
         f"next: {shell_python()} -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
 

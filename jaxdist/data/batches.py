@@ -36,7 +36,7 @@ from jaxdist.settings import ConfigError
 Dataset: TypeAlias = Any
 
 Numbered = tuple[int, Rows]
-"""First sample of a batch, and field name -> [local, local_seq, ...]."""
+"""First sample (or index, in evaluation) of a batch, and field name -> [local, local_seq, ...]."""
 
 Samples = Sequence[tuple[int, int]]
 """Ranges [first, end) of sample numbers."""
@@ -45,7 +45,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals blocked in workers: schedulers send them to all processes, and workers must survive."""
+"""Signals that workers and prefetching threads block: schedulers send them to all processes."""
 
 
 class Held(NamedTuple):
@@ -135,8 +135,8 @@ class StreamBatches(grain.IterDataset[Numbered]):
         """Store the arguments; reading begins with the iterator.
 
         `rows` yields single rows; `stack` turns them into field name -> [rows, ...]. Each batch
-        reads `num_read` rows of this process's shard and keeps the part for its devices. The first
-        row is sample `start`. Samples `left_out` are read and dropped.
+        reads `num_read` rows of this process's shard and keeps those in `held`. The first batch
+        begins at sample `start`. Samples `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -193,10 +193,7 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """Return which rows and positions of a batch `devices` store (default: this process's).
-
-    `sharding` is the sharding of rows and, if devices share rows, of positions.
-    """
+    """Return which rows and positions of a batch `devices` store (default: this process's)."""
     mine = list(sharding.addressable_devices if devices is None else devices)
     shards = num_position_shards(sharding)
     if shards == 1:

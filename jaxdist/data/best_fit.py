@@ -16,10 +16,10 @@ import numpy as np
 from jaxdist.data.corpus import Corpus
 
 Entries: TypeAlias = tuple[tuple[int, int, int], ...]
-"""(length, count, first) of pieces: row i of a run has the pieces from first + i·count on."""
+"""(length, count, first): row i of a run has `count` pieces of it, from index first + i·count."""
 
 _BLOCK = 1 << 16
-"""Number of documents that are read together."""
+"""Number of documents whose ends are read together."""
 
 _GROUP = 1 << 12
 """Documents between two entries of the index of full rows; divides `_BLOCK`."""
@@ -102,7 +102,7 @@ class BestFitPlan:
 
     Documents longer than a row are cut into full rows and a remainder, or left out with
     `drop_long`. If a piece of a cut document has no token in the loss, it is dropped. The first
-    access reads all document ends.
+    access reads the ends of all these documents.
     """
 
     corpus: Corpus

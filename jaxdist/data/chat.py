@@ -1,7 +1,7 @@
 """Encode conversations as tokens and weights: which tokens a model learns to produce.
 
-A conversation is formatted with the tokenizer's chat template (Jinja, stored next to
-`tokenizer.json`), so that training and inference match. Tokenizers without one use `plain`:
+By default, a conversation is formatted with the tokenizer's chat template (Jinja, stored next to
+`tokenizer.json`), so that training and inference match. Without one, the format is `plain`:
 
     <|system|>
     Be brief.
@@ -37,12 +37,12 @@ from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
 ROLES = ("system", "user", "assistant")
-"""Roles. Tools and functions are rejected: models have no common format for them."""
+"""Accepted roles. Models have no common format for tools and functions."""
 
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters, absent from texts
 
 _MASKS = ("weight", "train", "training", "loss_mask", "trainable")
-"""Fields that exclude a message in other trainers; only 1 and true are accepted."""
+"""Fields that exclude a message in other trainers; only 1, true and null are accepted."""
 
 _METADATA = {
     "id", "uuid", "index", "idx", "hash", "prompt_id", "conversation_id", "source", "dataset",
@@ -70,7 +70,7 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
     """Return the messages of a record, also of ShareGPT and Alpaca, as {"role", "content"}.
 
     One must be the assistant's or, with `answered=False`, the last one the user's. Raises
-    `BadRecord` if this is not so, or `messages` is not a list of {"role", "content"} with text.
+    `BadRecord` for another record.
     """
     if "messages" not in record:
         record = _translated(record)
@@ -129,7 +129,7 @@ def _message_of(turn: Any) -> Any:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `BadRecord` if a message has no role of `ROLES` or no text, or an answer is empty."""
+    """Raise `BadRecord` for a message with another role, no text or other fields, or no answer."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
@@ -142,7 +142,7 @@ def check_messages(messages: Sequence[Any]) -> None:
             kind = type(message["content"]).__name__
             raise BadRecord(f"message {number} has content of type {kind}: it must be text.")
         if message["role"] == "assistant" and not message["content"].strip():
-            raise BadRecord(f"message {number} is an empty answer. Repair or remove the line.")
+            raise BadRecord(f"message {number} is an empty answer. Repair or remove the record.")
 
 
 def is_metadata(name: str) -> bool:
@@ -173,7 +173,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
     """Return `prompt`, `completion` and the end token as tokens and weights [length].
 
     Only completion and end token have weight 1. The prompt is encoded separately, as in generation.
-    Raises `BadRecord` if one of them is missing or not text, or if no token would be in the loss.
+    Raises `BadRecord` if a text is missing, the completion is empty, or there are other fields.
     """
     for field in ("prompt", "completion"):
         if not isinstance(record.get(field), str):
@@ -181,7 +181,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
             raise BadRecord(f"has no text {field!r} (it has: {have}).")
     check_fields(record, ("prompt", "completion"))
     if not record["completion"].strip():
-        raise BadRecord("has an empty completion. Repair or remove the line.")
+        raise BadRecord("has an empty completion. Repair or remove the record.")
     prompt, completion = encode_pieces(tokenizer, [record["prompt"], record["completion"]])
     prompt = begin_text(tokenizer, prompt)
     return _joined([(prompt, 0), (completion, 1), (_end(tokenizer), 1)])
@@ -224,10 +224,10 @@ class PlainTemplate:
 class JinjaTemplate:
     """Format with a tokenizer's template, as Hugging Face's `apply_chat_template` does.
 
-    The loss covers each answer from the end of its generation prompt, including any `<think>` block
-    that the template adds, up to and including the next special token. The end of an answer is
-    detected by rendering a different answer and comparing. Deviation: the template has no current
-    date (`strftime_now`), because data must not depend on the day.
+    A learned answer begins after its generation prompt, including any `<think>` block that the
+    template adds (with `data.text_format` 1, at its content), and ends with the next special token.
+    The end of its content is detected by rendering a different answer and comparing. Deviation: the
+    template has no current date (`strftime_now`), because data must not depend on the day.
     """
 
     def __init__(self, source: str, name: str, tokenizer: FileTokenizer, variables: dict[str, str]):
@@ -304,8 +304,8 @@ class JinjaTemplate:
         changed = [dict(message) for message in messages]
         changed[number]["content"] = _STAND_IN
         other = self._rendered(changed)
-        start = _common(text, other)
-        stop = len(text) - _common(text[start:][::-1], other[start:][::-1])
+        start = common_length(text, other)
+        stop = len(text) - common_length(text[start:][::-1], other[start:][::-1])
         if start >= stop:
             raise BadRecord(
                 f"message {number + 1} does not appear in the output of the chat template "
@@ -325,14 +325,14 @@ class JinjaTemplate:
         """
         try:
             prompt = self._rendered(messages, for_answer=True)
-            header = prompt[_common(prompt, self._rendered(messages)) :]
+            header = prompt[common_length(prompt, self._rendered(messages)) :]
         except BadRecord:  # the template fails without the answer
             return start
         if text.startswith(prompt):
             return len(prompt) if len(prompt) < stop else start
         if (at := text.rfind(header, after, start)) >= 0:
             return at + len(header)
-        common = _common(text, prompt)
+        common = common_length(text, prompt)
         return min(common, start) if common > len(prompt) - len(header) else start
 
     def _rendered(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
@@ -402,7 +402,8 @@ def _first(learned: Learned) -> int:
     return -1 if learned == "last" else 0
 
 
-def _common(a: str, b: str) -> int:
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the number of equal items at the start of two sequences."""
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     return min(len(a), len(b)) if same is None else same
 

@@ -1,7 +1,4 @@
-"""Settings of data. Importing it is fast, so wrong values are rejected before a device starts.
-
-Checks read only tokenizers and lists of files from the hub, and the metadata of corpora.
-"""
+"""Settings of data. Importing it is fast, so wrong values are rejected before a device starts."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ PACKING_FORMAT = 3
 """Value of `data.text_format` that packs documents by their lengths alone."""
 
 SMALLEST_SHARE = 1e-3
-"""Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
+"""Smallest positive weight of a source, as a share of all: mixing rounds shares to 1/65536."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +71,8 @@ class DataConfig:
         "rules of tokenization and packing. 3: best_fit places documents by their lengths alone, "
         "so that millions take less than a second; 2: it places them one by one, in another order; "
         "1: as 2, and texts do not begin with the tokens of the tokenizer's post-processor, nor do "
-        "pieces such as prompt and completion decode to the complete text. A resumed run "
-        "keeps its value (1 if it has none), and so does a token folder without text_format",
+        "pieces such as prompt and completion decode to the complete text. A resumed run keeps its "
+        "value; old runs and token folders without a value have 1",
         ge=1,
         le=PACKING_FORMAT,
     )
@@ -89,7 +86,7 @@ class DataConfig:
     streaming_buffer: int = setting(
         8,
         "shards of a streamed source whose rows are shuffled jointly; raise it if they are small "
-        "or sorted by topic. Two such buffers are on disk",
+        "or sorted by topic. About two such buffers are on disk",
         ge=1,
     )
     text_field: str = setting(
@@ -132,7 +129,8 @@ class DataConfig:
     eval_fraction: float = setting(
         0.02,
         "fraction at the end of each source that is held out for evaluation, at least a row "
-        "(0 = none); ignored if eval_sources is set and for CIFAR-10, whose test file is held out",
+        "(0 = none); of CIFAR-10, the test file is. Ignored with eval_sources, and for rows of a "
+        "function",
         ge=0,
         lt=1,
     )
@@ -164,14 +162,14 @@ class DataConfig:
 
     @property
     def first_weights(self) -> list[float]:
-        """Weight of each source at the start; [] = in proportion to size."""
+        """The numbers before the stages in `mixture_weights`; [] = none."""
         return [float(item) for item in self.mixture_weights if not isinstance(item, str)]
 
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
         """(Step after which it begins, indices of its sources, weights) for each mixture.
 
-        Weights () = in proportion to size. [] if the mixture does not change.
+        Weights () = in proportion to size. [] if `mixture_weights` has no stages.
         """
         texts = [item.partition(":") for item in self._mixtures]
         listed = [(int(step), weights.split("/")) for step, _, weights in texts]
@@ -198,7 +196,7 @@ class DataConfig:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether `data.records` is one of the kinds of conversations."""
+        """Return whether the records are conversations."""
         return self.records in LEARNED
 
     @property
@@ -317,7 +315,7 @@ class DataConfig:
         problems = [self._mixture_problem("data.mixture_weights", first)]
         stages = self._mixtures
         problems += self._passes_problems()
-        last = -1
+        last = 0 if first else -1
         for text in stages:
             name = f"data.mixture_weights has {text!r}"
             match = _STAGE.fullmatch(text)
@@ -328,7 +326,7 @@ class DataConfig:
                 )
                 continue
             step, weights = int(match[1]), match[2].split("/")
-            if step <= last or (first and not step):
+            if step <= last:
                 problems.append(f"{name} after a mixture of step {last}. Sort them by step.")
             last = step
             if "size" in weights and any(text != "size" and float(text) for text in weights):
@@ -385,8 +383,8 @@ class DataConfig:
             return ""
         if len(weights) != len(self.sources):
             return (
-                f"{name} has {len(weights)} numbers for {len(self.sources)} sources: one per "
-                "source is needed. Add or remove some, or leave mixture_weights empty."
+                f"{name}: {len(weights)} numbers for {len(self.sources)} sources, which need one "
+                "each. Add or remove some, or leave mixture_weights empty."
             )
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
             return f"{name}: a weight must be 0 or more. Use a number that is 0 or more."
@@ -425,7 +423,8 @@ def _missing(name: str, source: str) -> str:
         return f"data.{name} has {source!r}, which does not exist. Make it with `{command}`."
     return (
         f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
-        "glob or module:function. Check the path (relative paths start at the current directory)."
+        "glob, URL, hf://ORG/NAME or module:function. Check the path (relative paths start at the "
+        "current directory)."
     )
 
 
@@ -470,7 +469,7 @@ _stored_about = functools.lru_cache(_about)  # settings are read often, and each
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """Return the settings that made a token folder, and its vocabulary size; else None."""
+    """Return the settings for reading a token folder, and its vocabulary size; else None."""
     about = about_tokens(source)
     if about is None:
         return None

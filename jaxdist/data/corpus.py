@@ -2,9 +2,9 @@
 
 DIR/corpus.json        written last; a folder without it is not a corpus
 DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
-DIR/weights-00000.bin  uint8, 1 if a token is learned; absent if all are
+DIR/weights-00000.bin  uint8, 0 if a token is not learned; absent if all are
 DIR/documents.bin      little-endian uint64, the end of each document in tokens
-DIR/tokenizer.json     the tokenizer and the files next to it, unless it is bytes
+DIR/tokenizer.json     the tokenizer, the files next to it and the chat template; absent for bytes
 
 On an object store, only the token ranges that rows need are read; document ends and weights are
 read completely on first use.
@@ -56,7 +56,7 @@ SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16."""
 
 PART_BYTES = 64 << 20
-"""Bytes of files that are tokenized again after an interruption, unless one file is larger."""
+"""A part of the files ends after this many bytes. An interruption loses at most its last part."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
 
@@ -109,7 +109,7 @@ class Corpus:
         return self._ends[:]
 
     def ends(self, first: int, last: int) -> np.ndarray:
-        """Return the ends of documents [first, last), uint64 [last - first], read into memory.
+        """Return the ends of documents [first, last) that exist, uint64 [n], read into memory.
 
         Pages of a mapped file would count as memory of the process.
         """
@@ -137,7 +137,7 @@ class Corpus:
         return tokenizer
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop), unsigned [stop - start]; a view if in one shard."""
+        """Return tokens [start, stop), unsigned [stop - start]."""
         return self._part(self._shards, start, stop)
 
     def ranges(self, bounds: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
@@ -175,11 +175,11 @@ def write_corpus(
     shard_tokens: int = SHARD_TOKENS,
     sources: Sequence[str] = (),
 ) -> None:
-    """Tokenize files into a new folder, atomically; an interrupted call is continued by the next.
+    """Tokenize files into a new folder, atomically; a later call continues after complete parts.
 
     If another process writes the same corpus first, its folder is kept. `sources` are the names
     of the files in the settings; objects of a store are listed again at the end, to detect
-    changes. Raises `ConfigError` if a file is bad (see `Encoder.chunks`) or an object changed.
+    changes. Raises `ConfigError` for a bad file, a changed object, or files without a token.
     """
     parts = _in_parts(files)
     work = folder.with_name(f".{folder.name}.parts")
@@ -259,7 +259,7 @@ def _fill_parts(
     complete = sum((folder / "corpus.json").exists() for folder in folders)
     if complete:
         log.info(
-            "continuing to tokenize: %d of %d parts of the data are done", *(complete, len(parts))
+            "continuing to tokenize: %d of %d parts of the files are done", complete, len(parts)
         )
     total = sum(map(total_bytes, parts))
     with Progress("tokenizing", total, "B") as progress:
@@ -369,9 +369,9 @@ def write_index(
     digest: Any,
     **others: Any,
 ) -> None:
-    """Write all files of a corpus except tokens and weights.
+    """Write all files of a corpus except tokens and weights; `ends`: uint64 [num_documents].
 
-    `ends`: uint64 [num_documents]. A shard with an `offset` in bytes is a part of a file elsewhere.
+    A shard with an `offset` in bytes is a part of a file elsewhere.
     """
     tokenizer = encoder.tokenizer
     (folder / "documents.bin").write_bytes(ends.tobytes())

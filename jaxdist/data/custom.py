@@ -76,14 +76,13 @@ class CustomRows:
 
 
 class HuggingFaceRows:
-    """Convert rows with `input_ids` and, optionally, `labels` and `attention_mask`; ignore others.
+    """Convert rows with `input_ids` and, optionally, `labels` and `attention_mask`.
 
-    As in transformers, the label of each position is the token itself, -100 = not learned. Rows
-    are padded at the end to `seq_len` inputs.
+    As in transformers, a label is that of the token at its own position, -100 = not learned. Rows
+    are padded at the end to `seq_len` inputs. Other columns are ignored.
     """
 
     def __init__(self, source: Any, seq_len: int):
-        """Convert rows of `source`, which has len() and [index], when they are read."""
         self._source, self._seq_len = source, seq_len
 
     def __len__(self) -> int:
@@ -118,7 +117,7 @@ def open_custom(
 
     Returns:
         Training rows or a function that opens a stream: (shard_index, num_shards) -> IterDataset;
-        evaluation rows; whether the function divides its stream into shards.
+        evaluation rows or None; whether the function divides its stream into shards.
     """
     import grain
 

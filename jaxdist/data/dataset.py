@@ -25,7 +25,7 @@ from jaxdist.data.hub_sets import is_hub_set
 from jaxdist.data.hub_stream import StreamedPart, StreamOrder, open_streamed
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import MixtureStage, Order
-from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, split_text
+from jaxdist.data.packing import Fields, Fitted, Part, Rows, Spans, gather_rows, split_text
 from jaxdist.data.record_kinds import LEARNED, SINGLE
 from jaxdist.data.record_rows import row_kind, split_records
 from jaxdist.data.stream import StreamDataset, open_stream
@@ -43,8 +43,8 @@ class Dataset:
 
     Attributes:
         parts: one per source.
-        names: of each part, the source (training data) or the evaluation set (held-out data,
-            "" = unnamed); () = unnamed.
+        names: of each part, the source (training) or its set of `data.eval_sources` ("" = none);
+            () = none.
         weights: share of each part in training; empty = in proportion to size.
         stages: mixtures that replace `weights`, if the mixture changes.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
@@ -64,7 +64,7 @@ class Dataset:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all parts, which is an epoch."""
+        """Number of rows of all parts; of streamed parts an upper bound."""
         return sum(part.num_rows for part in self.parts)
 
     @property
@@ -72,18 +72,16 @@ class Dataset:
         """Name -> (shape of one row, dtype), see `Batch`."""
         return self.parts[0].fields
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of everything that rows depend on."""
         return _digest(self.identity)
 
     def fingerprint_at(self, sample: int) -> str:
         """Return the fingerprint without the stages of the mixture that begin after `sample`."""
-        return _digest(_identity_until(self.identity, sample + 1)) if self.stages else self._print
-
-    @functools.cached_property
-    def _print(self) -> str:
-        return self.fingerprint
+        if not self.stages:
+            return self.fingerprint
+        return _digest(_identity_until(self.identity, sample + 1))
 
     def continues(self, identity: dict[str, Any], sample: int) -> bool:
         """Return whether all samples before `sample` are those of the data with this identity."""
@@ -148,11 +146,11 @@ class Dataset:
 
     @property
     def streams(self) -> dict[int, StreamedPart]:
-        """The streamed parts by index in `parts`; their numbers of rows are not yet known."""
+        """The streamed parts by index in `parts`."""
         return {n: part for n, part in enumerate(self.parts) if isinstance(part, StreamedPart)}
 
     def order(self, seed: int, *, ahead: bool = False) -> Order:
-        """Return the order of rows in training; with `ahead`, using it prepares the next shards."""
+        """Return the order of training; with `ahead`, its use prepares shards of streamed parts."""
         sizes = [part.num_rows for part in self.parts]
         about = (sizes, self.weights, seed, self.rows_per_example, self.stages)
         if self.streams:
@@ -212,12 +210,11 @@ def open_datasets(
     samples_before: Callable[[int], int] | None = None,
     num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
-    """Return training and evaluation data: held-out rows, or `eval_sources`; None = neither.
+    """Return training data, and evaluation data (held out, or of `eval_sources`) or None.
 
     `num_labels` is that of the model, whose score head reads rows of complete records.
-    `samples_before` converts the steps of mixtures to samples. `seed` is passed to
-    a user's function; rows of files do not depend on it. `python_source` replaces the function
-    that the source names.
+    `samples_before` converts the steps of mixtures to samples. `seed` is passed to a user's
+    function; rows of files do not depend on it. `python_source` replaces that function.
     """
     if problems := problems_of(config, "data"):
         raise ConfigError(problems)
@@ -435,13 +432,14 @@ def _with_rows(
 ) -> Part:
     if part.num_rows:
         return part
-    fix = "Use a smaller seq_len or more text."
+    needs = "A row needs seq_len+1 tokens: use a smaller seq_len or more text."
     if held is not None:
-        fix = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
+        needs = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
+    if corpus.weighted and isinstance(part, Fitted):
+        needs = "All are longer than a row: raise seq_len, or set data.long_records=cut."
     raise ConfigError(
         f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
-        f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
-        f"seq_len+1 tokens. {fix}"
+        f"{corpus.num_tokens} tokens in {corpus.num_documents} documents. {needs}"
     )
 
 

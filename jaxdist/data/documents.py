@@ -1,4 +1,4 @@
-"""Stream documents from files: text, JSON lines, Parquet and tars; long texts come in pieces."""
+"""Stream documents from files: text, JSON lines, Parquet and tars; long files come in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
 PIECE_BYTES = 4 << 20
-"""Longest text in one call of the tokenizer; cut at line ends that are token boundaries."""
+"""Text files are cut after this many bytes, at the last line end that is a token boundary."""
 
 LINE_BYTES = 64 << 20
 """Longest line of JSON."""
@@ -38,7 +38,7 @@ class TextPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A JSON line or a row of Parquet; `source` is "file:line", `position` as in `TextPiece`."""
+    """A JSON line or Parquet row; `source` is "file:number", `position` as in `TextPiece`."""
 
     value: dict[str, Any]
     source: str
@@ -46,7 +46,7 @@ class Record:
 
 
 def read_pieces(path: DataFile, text_field: str) -> Iterator[TextPiece]:
-    """Yield the documents of one file, in pieces; raises `ConfigError` for a bad file."""
+    """Yield the documents of one file; a text file in pieces. Raises `ConfigError` if it is bad."""
     kind = kind_of(path)
     with read_errors(path):
         if kind == "parquet":
@@ -187,7 +187,7 @@ def _binary_kind(data: bytes) -> str:
 
 
 def _is_json_lines(data: bytes) -> bool:
-    """Return whether the first two lines, or the elements of an array, are JSON objects."""
+    """Return whether data begin with JSON objects, two on lines or in an array, or a long one."""
     lines = [line.strip().rstrip(b",") for line in data.lstrip(b"[ \t\r\n").split(b"\n", 20)]
     first = [line for line in lines if line][:2]
     try:

@@ -1,4 +1,4 @@
-"""Encode files as tokens: plain text, or records of which only the answers are learned."""
+"""Encode files as tokens: plain text, or records with weights that mark the learned tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 
 BATCH_CHARACTERS = 4 << 20
-"""Characters per call of the tokenizer, enough to use all cores."""
+"""Characters from which a batch goes to the tokenizer, enough to use all cores."""
 
 _BATCH_TOKENS = 1 << 20
 
@@ -38,7 +38,7 @@ class Chunk:
 
     Attributes:
         tokens: unsigned [length].
-        weights: uint8 [length], 1 if a token is learned; None = all are.
+        weights: uint8 [length], 0 if a token is not learned; None = all are.
         ends: uint64, for each document that ends in `tokens` the index after its last token.
         position: bytes read so far of all files, as stored.
     """
@@ -99,7 +99,7 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Encode each record as a document, or a preference as two; the weights mark answers."""
+    """Encode each record as a document, or a preference as two; weights mark learned tokens."""
 
     weighted = True
 
@@ -160,7 +160,7 @@ _COLUMNS: dict[RecordKind, list[str]] = {
     "preference": ["chosen", "rejected"],
     "labeled": ["prompt", "completion", "label"],
 }
-"""Columns that Parquet files of a kind of records have; of `text_label` the settings name them."""
+"""Required columns of Parquet files by kind of records; `text_label` needs text field and label."""
 
 Encoder: TypeAlias = TextEncoder | RecordEncoder
 

@@ -113,7 +113,7 @@ def _local_files(source: str) -> list[DataFile]:
 
 
 def _below(root: Path, *, hidden: bool = False) -> list[Path]:
-    """List the files below a folder; a folder reached by several links counts once."""
+    """List the files below a folder; one that several links reach counts once."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -221,8 +221,8 @@ def read_errors(path: DataFile | str) -> Iterator[None]:
 def source_digest(files: Sequence[DataFile]) -> str:
     """Return a digest that changes with the content of the files.
 
-    It covers URL, size and ETag of objects, and path, size and digest of files on the hub. Local
-    files, and objects without an ETag, are read.
+    It covers URL, size and ETag of objects, and path, size and digest of files on the hub. If a
+    file is local or has no ETag, all files are read instead.
     """
     stored = [f for f in files if not isinstance(f, Path) and f.tag]
     tags = [(f.path if isinstance(f, HubFile) else str(f), f.num_bytes, f.tag) for f in stored]

@@ -3,7 +3,7 @@
 A shard is a file of the data set at its commit, or a part of a Parquet or tar file; rows do not
 cross shards. The cache folder has the tokens of the shards in use, DIR/000012, with a lock that
 their readers share. The first process of a host that locks a missing shard downloads and tokenizes
-it; the last one to leave deletes it.
+it; the last one that no longer needs it deletes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PART_BYTES = 64 << 20
 """Parquet files and uncompressed tars are divided into parts of about this size."""
 
 _NUM_THREADS = 4
-"""Shards that are downloaded concurrently; one of them is tokenized, on all cores."""
+"""Shards that are downloaded concurrently; one at a time is tokenized, on all cores."""
 
 Split: TypeAlias = Callable[[Corpus, float], tuple[Part, Part | None]]
 """(tokens of a shard, fraction to hold out) -> training and held-out rows."""
@@ -71,10 +71,8 @@ class StreamedPart:
 
     Attributes:
         counts: training rows of each shard, -1 = not yet tokenized; checkpoints store it.
-        num_shards: number of shards.
         buffer_shards: shards whose rows are shuffled jointly.
-        fields: name -> (shape of one row, dtype).
-        fingerprint: digest of the data set at its commit and of the rules for its rows.
+        fields, fingerprint: as in `Part`.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class StreamedPart:
         return gather_rows(shards, lambda one, of: self._get(one).rows.rows(offsets[of], spans))
 
     def keep(self, window: Iterable[int]) -> None:
-        """Prepare these shards in the background, in this order, and delete unused others."""
+        """Prepare these shards in the background, in this order, and delete others not in use."""
         window = tuple(window)
         with self._changed:
             if window == self._window:

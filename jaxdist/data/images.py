@@ -31,7 +31,6 @@ TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"
 NUM_CLASSES = 10
 
-_SHAPE = (32, 32, 3)
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
 
@@ -40,15 +39,6 @@ _MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 _STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
 
 Scaling = Literal["half", "unit", "channel"]
-
-
-def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the fields of image rows (see `Batch`)."""
-    return {
-        "images": (_SHAPE, np.dtype(np.float32)),
-        "labels": ((), np.dtype(np.int32)),
-        "weights": ((), np.dtype(np.float32)),
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +61,12 @@ class Images:
 
     @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Name -> (shape of one row, dtype) of the fields of image rows."""
-        return image_fields()
+        """Name -> (shape of one row, dtype) of the fields of image rows (see `Batch`)."""
+        return {
+            "images": ((32, 32, 3), np.dtype(np.float32)),
+            "labels": ((), np.dtype(np.int32)),
+            "weights": ((), np.dtype(np.float32)),
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -94,7 +88,7 @@ class Images:
 
 
 def is_cifar(source: str) -> bool:
-    """Return whether a source is a folder with at least part of CIFAR-10."""
+    """Return whether a source is a folder with a file of CIFAR-10 (of URLs, two are checked)."""
     if not is_url(source):
         return _holds(source, (*TRAIN_FILES, TEST_FILE))
     if is_hub_set(source) or glob.has_magic(source) or url_problem(source):

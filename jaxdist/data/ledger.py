@@ -2,7 +2,7 @@
 
 The digest of a step covers the previous digest, the fingerprint of the data up to the step, and the
 row numbers of the batch, in order. It depends on (data, seed, step) alone, so every mesh, process
-count and restart computes the same one. A stream has no row numbers and empty digests.
+count and restart computes the same one. Digests of a user's stream, without row numbers, are empty.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ledger:
     def __init__(
         self, links: Sequence[Link], fingerprint_at: Callable[[int], str], order: Order | None
     ):
-        """Continue after these links; `order` is None for a stream.
+        """Continue after these links; `order` is None for a user's stream.
 
         `fingerprint_at` returns the fingerprint of the data up to a sample.
         """

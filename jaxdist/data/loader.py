@@ -56,7 +56,7 @@ class Position:
 
 
 class Loader:
-    """Endless iterator of prefetched training batches.
+    """Iterator of prefetched training batches; raises `ConfigError` if a user's stream ends.
 
     Attributes:
         wait_s: seconds that the last `next()` waited.
@@ -80,10 +80,10 @@ class Loader:
     ):
         """Start loading; every process of the job must call it.
 
-        `sharding` is the sharding of rows and, if devices share rows, of positions. `start` is a
-        result of `resume_position`. `seed` sets the order of rows; a stream has its own order.
-        `add_fields` maps each batch [global_batch_size, ...] to one with more fields. `stages`
-        are those of the run, if batch size or length of rows change.
+        `sharding` is the sharding of rows and, if devices share rows, of positions. `seed` sets the
+        order of rows; a user's stream has its own. `add_fields` maps each batch
+        [global_batch_size, ...] to one with more fields. `stages` are those of the run's batch
+        schedule, if it has any.
         """
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
@@ -165,7 +165,7 @@ class Loader:
         return self._add_fields(batch)
 
     def state(self, *, everywhere: bool = True) -> dict[str, Any]:
-        """Return the position as JSON, without prefetched batches; collective for a stream.
+        """Return the position as JSON, without prefetched batches; collective for a user's stream.
 
         Process 0 has the states of all readers of a stream, the others only if `everywhere`.
         """
@@ -190,17 +190,17 @@ class Loader:
 
     @property
     def digest(self) -> str:
-        """Digest of all rows up to the most recent batch; "" for a stream."""
+        """Digest of all rows up to the most recent batch; "" for a user's stream."""
         return self.ledger.links[-1].digest
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the row numbers of a recent batch; for a stream, sample numbers."""
+        """Return the row numbers of a recent batch; for a user's stream, sample numbers."""
         links = (one for one in reversed(self.ledger.links) if one.first_sample == first_sample)
         samples = next(links).samples
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def sources(self, link: Link) -> list[str]:
-        """Return the source of each row of a batch, [] for a single source or a stream.
+        """Return the source of each row of a batch, [] for a single source.
 
         A sample that is cut into shorter rows has its source once for each of them.
         """

@@ -58,7 +58,7 @@ def cut(rows: Rows, spans: Spans | None) -> Rows:
 def divide_rows(rows: Rows, pieces: int) -> Rows:
     """Cut windows [n, seq] into equal parts [n * pieces, seq / pieces], as windows of that length.
 
-    Segments and positions count from the start of a part.
+    Segments, and positions of a document that begins earlier, count from the start of a part.
     """
     rows = {name: x.reshape(len(x) * pieces, -1) for name, x in rows.items()}
     if "segments" in rows:
@@ -170,10 +170,10 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Rows of complete documents; only a document longer than a row is cut.
+    """Rows of complete documents; only documents longer than a row are cut or left out.
 
     Attributes:
-        label: text that identifies the plan in the fingerprint, e.g. the range of documents.
+        label: text that identifies the plan in the fingerprint, e.g. the range of tokens.
     """
 
     corpus: Corpus
@@ -193,7 +193,7 @@ class Fitted:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of corpus, documents used and row length."""
+        """Digest of corpus, range of tokens, packing and row length."""
         rule = "best_fit" if isinstance(self.plan, PiecePlan) else "best_fit2"
         return f"{rule}-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
@@ -231,7 +231,7 @@ class Fitted:
 
 
 class PiecePlan(NamedTuple):
-    """Pieces of each row, placed as in training runs with `data.text_format` below 3.
+    """Pieces of each row, placed by the rules of `data.text_format` below 3.
 
     Attributes:
         row_starts: int64 [num_rows + 1], first piece of each row.
@@ -263,7 +263,7 @@ def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
 def fit_documents(
     corpus: Corpus, start: int, stop: int, seq_len: int, drop_long: bool = False
 ) -> PiecePlan:
-    """Place the documents of tokens [start, stop) one by one, as earlier versions did.
+    """Place the documents of tokens [start, stop) one by one, for `data.text_format` below 3.
 
     The rule is that of `BestFitPlan`, but documents of equal length are in another order, and
     uncut documents without a token in the loss are dropped, too. Takes about 2 µs and 80 bytes per
@@ -337,10 +337,9 @@ def split_text(
 ) -> tuple[Part, Part | None]:
     """Return training rows, and held-out rows (the last fraction `held`) or None, of a corpus.
 
-    `one_by_one` packs documents as earlier versions did, see `fit_documents`.
-
-    Packings that separate documents split between two documents if possible. A short text has at
-    least one held-out row if it also has a row for training.
+    `one_by_one` selects `fit_documents`. Packings that separate documents split between two
+    documents if possible. A short text has at least one held-out row if it also has a row for
+    training.
     """
     cut = round(corpus.num_tokens * (1 - held))
     if held and corpus.num_tokens >= 2 * (seq_len + 1):

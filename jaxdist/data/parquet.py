@@ -39,10 +39,10 @@ def read_columns(
     texts: bool,
     is_unread: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row of some columns, and the number of file bytes read so far.
+    """Yield each row of some columns, and an estimate of the bytes of the file read so far.
 
     With `texts` the columns must hold text. With `is_unread` each row also has the other columns
-    for which it returns False. `fix` is the advice in errors.
+    for which it returns False. `fix` is the advice in errors about columns.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet

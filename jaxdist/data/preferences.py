@@ -1,6 +1,6 @@
-"""Encode preferences: prompts with a chosen and a rejected completion, or a labeled one.
+"""Encode records that have a row of their own: preferences, labeled completions, labeled texts.
 
-Records have the formats of TRL:
+Records have these formats, the first four those of TRL:
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}      texts
     {"prompt": [...], "chosen": [...], "rejected": [...]}      messages, e.g. [{"role", "content"}]
@@ -23,6 +23,7 @@ from jaxdist.data.chat import (
     Weighted,
     check_fields,
     check_messages,
+    common_length,
     encode_completion,
 )
 from jaxdist.data.tokenizer import Tokenizer, begin_text
@@ -47,7 +48,7 @@ def encode_preference(
         first = _messages(chosen, "chosen"), _messages(rejected, "rejected")
         start = _messages(prompt, "prompt") if isinstance(prompt, list) else []
         if not start:
-            start = _common_messages(*first)
+            start = first[0][: common_length(*first)]
             if isinstance(prompt, str) and prompt not in [m["content"] for m in start]:
                 raise BadRecord("has a text 'prompt' that is not the first message of both lists.")
             first = first[0][len(start) :], first[1][len(start) :]
@@ -66,7 +67,7 @@ def encode_preference(
             f"(it has: {', '.join(record)})."
         )
     if np.array_equal(sides[0].tokens, sides[1].tokens):
-        raise BadRecord("has equal 'chosen' and 'rejected' completions. Remove the line.")
+        raise BadRecord("has equal 'chosen' and 'rejected' completions. Remove the record.")
     return sides
 
 
@@ -102,7 +103,7 @@ def encode_text_label(
         raise BadRecord(f"has no text {text_field!r} (it has: {', '.join(record)}).")
     if type(label) is not int or not 0 <= label < tokenizer.vocab_size:
         raise BadRecord(
-            f"has label {label!r}: it must be a whole number from 0 to {tokenizer.vocab_size - 1}, "
+            f"has label {label!r}: it must be an integer from 0 to {tokenizer.vocab_size - 1}, "
             "the largest token."
         )
     tokens = begin_text(tokenizer, tokenizer.encode(text))
@@ -133,14 +134,7 @@ def _encode_messages(
     return Weighted(tokens, np.where(np.arange(len(tokens)) < common, np.uint8(0), weights))
 
 
-def _common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
-    pairs = list(zip(chosen, rejected, strict=False))
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return list(chosen[:same])
-
-
 def _common_text(chosen: str, rejected: str) -> str:
     """Return the common start of two texts, without a space that begins the completions."""
-    pairs = list(zip(chosen, rejected, strict=False))
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    same = common_length(chosen, rejected)
     return chosen[: same - (chosen[same - 1 : same] == " ")]

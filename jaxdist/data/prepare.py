@@ -31,9 +31,9 @@ _BLOCK_BYTES = 1 << 20
 
 
 def prepare(words: Sequence[str], tokenize: Callable[[list[str]], object]) -> None:
-    """Download a named dataset and tokenize its text; do nothing if the result exists.
+    """Download a data set, and tokenize it if it has a tokenizer, unless the result exists.
 
-    `words` are the arguments: the name of a dataset or of a shipped config. `tokenize` is the
+    `words` are the arguments: the name of a data set or of a shipped config. `tokenize` is the
     command that writes a token folder.
     """
     name, shipped = _find(words)

@@ -15,4 +15,4 @@ Learned: TypeAlias = Literal["answers", "last", "all"]
 """The part of a conversation with weight 1: every answer, the last one, or every token."""
 
 LEARNED: dict[str, Learned] = {"chat": "answers", "chat_last": "last", "chat_all": "all"}
-"""Kinds of records that are conversations, and what is learned of them."""
+"""Kinds of records that are conversations, and the learned part of each."""

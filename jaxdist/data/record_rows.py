@@ -21,7 +21,7 @@ log = logging.getLogger("jaxdist")
 RowKind: TypeAlias = Literal["pairs", "labeled", "scored", "classes"]
 """Kind of a row: a chosen or rejected completion; one that is desirable or not; a complete record
 that gets a score (of a pair); a text with a class. The last two have weight 1 at their last token,
-and no targets."""
+and their targets are 0."""
 
 
 def row_kind(records: RecordKind, num_labels: int) -> RowKind:
@@ -50,7 +50,7 @@ def record_fields(seq_len: int, kind: RowKind, *, has_reference: bool = False) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordRows:
-    """Row i is document `documents[i]`, cut to the length of a row.
+    """Row i is document `documents[i]`, cut or padded to the length of a row.
 
     Attributes:
         documents: int64 [num_rows], indices of documents in the corpus.

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -52,7 +53,7 @@ class StreamDataset:
     fingerprint: str
 
     def describe(self) -> str:
-        """Return the kind of the rows and which processes read them, in one line for the log."""
+        """Return one line for the log: the kind of the rows, and which processes read them."""
         how = "divided among the processes" if self.divides else "read by every process"
         return f"{self.kind}, a stream of rows {how}"
 
@@ -65,8 +66,6 @@ class StreamDataset:
         rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
         for device, index in rows.devices_indices_map((batch_size,)).items():
             held.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
-        import jax
-
         return shard_of(held, jax.process_index(), self.name)
 
     def batches(
@@ -137,7 +136,7 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
         raise ConfigError(
             f"data source {name!r} takes shard_index, but on this mesh the rows of two processes "
             "partly overlap. Use a mesh that splits the batch between processes, "
-            "or remove shard_index: every process then reads the whole stream."
+            "or remove shard_index: every process then reads the complete stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)
 

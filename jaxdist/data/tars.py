@@ -30,7 +30,7 @@ _KINDS = {".txt": "text", ".json": "lines", ".jsonl": "lines"}
 
 
 class Member(NamedTuple):
-    """Text or records of a sample: "FILE/NAME", kind ("text" or "lines" of JSON), content."""
+    """Text or records: "FILE" or "TAR/NAME", kind ("text" or "lines" of JSON), content."""
 
     source: str
     kind: str
@@ -63,7 +63,7 @@ def read_members(path: DataFile, stream: BinaryIO, *, texts: bool) -> Iterator[M
     """Yield one member of each sample: its text or, if it has none, its file of records.
 
     Without `texts`, records are preferred to texts. Raises `ConfigError` for a damaged archive,
-    members of other kinds, and samples with several texts or records.
+    members that are of another kind or too large, and samples with several members to choose from.
     """
     sample: list[Member] = []
     before = ""

@@ -1,7 +1,7 @@
 """Render chat templates, which are untrusted programs, in a child process with limits.
 
 Jinja's sandbox keeps a template from accessing Python, but does not limit time or memory. This file
-is also the program of the child. It imports nothing of jaxdist, to start quickly and stay small.
+is also the program of the child, so it imports nothing of jaxdist.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 from typing import Any
 
 CPU_S = 1.0
-"""CPU time of one conversation; common templates take less than a millisecond."""
+"""Limit of CPU time for one conversation; common templates take less than a millisecond."""
 
 MEMORY_BYTES = 512 << 20
-"""Address space of the child."""
+"""Limit of the child's address space."""
 
 TEXT_CHARACTERS = 16 << 20
 """Longest text of one conversation."""

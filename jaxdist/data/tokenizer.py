@@ -42,20 +42,21 @@ TOKENIZER_FILES = (
 
 
 OLD_TEXT_FORMAT, TEXT_FORMAT = 1, 2
-"""Values of `data.text_format`: the old rule, and the rule of the tokenizer's files."""
+"""Rules of `data.text_format` for tokenization: the old rule, and that of the tokenizer's files."""
 
 
 class ByteTokenizer:
     """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document.
 
     Attributes:
-        name: for logs: "bytes" or the file's path.
+        name: for logs: "bytes", "code" or the file's path.
         eos_token: the end token that the user set; "" = the tokenizer's own.
         end_id: token after each document, or None.
         bos_id, pad_id: start and padding token, or None; only exported models use them.
+        stop_ids: tokens that end generation.
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
-        fingerprint: changes whenever a text could be tokenized differently.
+        fingerprint: digest of the tokenizer's file and end token, without `text_format`.
         token_bytes: number of UTF-8 bytes per token, 0 for special ones; float32 [vocab_size].
     """
 
@@ -92,7 +93,7 @@ class FileTokenizer:
 
     The end token comes from the files next to it: `tokenizer_config.json` (and, without a list of
     added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,
-    else from `END_TOKENS`. Generation stops at each end token that the first three files name.
+    else from `END_TOKENS`. Generation stops at each end token that these files name.
 
     `files`: name -> content of the file and those next to it.
     """
@@ -235,9 +236,9 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarra
 
 
 def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.ndarray:
-    """Return the tokens of `text` [length] that follow a text of `before`.
+    """Return the tokens of `text` [length] after the first of `before` that shares none with it.
 
-    That is the first one that shares no token with `text`. If all do, `text` is encoded alone.
+    If all share a token with it, `text` is encoded alone.
     """
     for start in before:
         first, both = tokenizer.encode_batch([start, start + text])
@@ -249,8 +250,7 @@ def encode_after(tokenizer: Tokenizer, before: Sequence[str], text: str) -> np.n
 def load_tokenizer(name: str, eos_token: str = "", text_format: int = TEXT_FORMAT) -> Tokenizer:
     """Return the tokenizer of this name: `data.tokenizer` with `auto` resolved.
 
-    The rules of tokenization are those of `text_format`, at most 2. With 1 no token begins a text
-    and pieces are encoded separately, as in runs of earlier versions.
+    With `text_format` 1 no token begins a text, and pieces are encoded separately.
     """
     if name != "bytes":
         text_format = min(text_format, TEXT_FORMAT)
