@@ -57,10 +57,6 @@ def exchanged(x, split_dim, concat_dim):
     return [np.concatenate([p[i] for p in parts], axis=concat_dim) for i in range(len(x))]
 
 
-def only(x, root):
-    return [x.sum(0) if i == root else np.zeros_like(x[0]) for i in range(len(x))]
-
-
 LINEAR = [
     *[
         (f"all_reduce_{op}", lambda x, a, op=op: collectives.all_reduce(x, a, op), reference)
@@ -79,13 +75,6 @@ LINEAR = [
         lambda x, a: collectives.reduce_scatter(x, a, dim=1),
         lambda x: np.split(x.sum(0), len(x), axis=1),
     ),
-    ("reduce", lambda x, a: collectives.reduce(x, a, root=1), lambda x: only(x, 1)),
-    (
-        "scatter",
-        lambda x, a: collectives.scatter(x, a, root=1, dim=1),
-        lambda x: np.split(x[1], len(x), axis=1),
-    ),
-    ("barrier", collectives.barrier, lambda x: x),
 ]
 ON_ONE_AXIS = [
     (
@@ -147,11 +136,6 @@ def test_size_and_index_of_a_group(axes, mesh):
     np.testing.assert_array_equal(mapped(np.zeros((8, 1))), expected(np.zeros((8, 1))))
 
 
-def test_a_barrier_communicates(mesh):
-    text = on_devices(lambda x: collectives.barrier(x, AXES), mesh)
-    assert "all-reduce(" in text.lower(np.ones((8, 4), np.float32)).compile().as_text()
-
-
 def test_vary_sums_the_gradient_without_forward_communication(mesh):
     def local(w, x):
         return jnp.sum(collectives.vary(w, "data") * x)[None]
@@ -167,9 +151,6 @@ def test_vary_sums_the_gradient_without_forward_communication(mesh):
     [
         (lambda x: collectives.all_reduce(x, AXES, "product"), "'product' is unknown. Use sum"),
         (lambda x: collectives.reduce_scatter(x[:3], "data"), r"dim 0 of \(3, 8\) divisible by 2"),
-        (lambda x: collectives.scatter(x[:6], AXES), "divisible by 8"),
-        (lambda x: collectives.reduce(x, ("data", "fsdp"), root=-1), r"Use 0\.\.3"),
-        (lambda x: collectives.scatter(x, "data", root=5), r"root=5 is not .* Use 0\.\.1"),
     ],
 )
 def test_invalid_calls_are_rejected(function, message, mesh):

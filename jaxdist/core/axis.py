@@ -1,14 +1,13 @@
 """The record of a mesh axis, read by mesh, sharding, planner, elastic jobs and help texts.
 
-Each axis is one `Axis` in a file of `core/parallel/`, listed in `core/parallel/axes.py`. Rules for
-all axes iterate over that list.
+Each axis is one `Axis` in a file of `core/parallel/`, listed in `core/parallel/axes.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
@@ -175,13 +174,15 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 def spec_over(spec: P, axes: tuple[str, ...]) -> P:
     """Return the spec with only the mesh axes in `axes`."""
-    kept: list[Any] = []
-    for entry in spec:
-        names = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a in axes)
-        kept.append(names if len(names) > 1 else names[0] if names else None)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return P(*kept)
+    return spec_of([a for a in axes_of(P(entry)) if a in axes] for entry in spec)
+
+
+def spec_of(groups: Iterable[Sequence[str]]) -> P:
+    """Return the spec of an array from the mesh axes that split each dim."""
+    entries = [tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in groups]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
 
 
 def divisors_of(number: int) -> list[int]:

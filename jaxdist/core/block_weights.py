@@ -310,8 +310,8 @@ def to_quantize(
 ) -> tuple[Any, Callable[[str, Any], Any]]:
     """Return a tree of shapes to load in place of `target`, and a function that quantizes a leaf.
 
-    `target` has shapes and shardings. The result has one dense array per quantized weight,
-    bfloat16 [layers, *inputs, *outputs]; quantized weights that are already loaded do not change.
+    `target` has shapes and shardings. The result has one dense array per quantized weight, bfloat16
+    [layers, (experts,) *inputs, *outputs]; quantized weights that are already loaded do not change.
     `blocks` maps names in the layers to their block layout. The function maps (name, loaded leaf)
     to the leaf of the target.
     """

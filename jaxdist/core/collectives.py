@@ -114,23 +114,6 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
 
 
-def reduce(x: Same, axes: Axes, root: int = 0) -> Same:
-    """Return the sum over the group on the root, else zeros. Sends as much as `all_reduce`."""
-    _check_root(root, axes)
-    total = lax.psum(x, _names(axes))
-    return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
-
-
-def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
-    """Return this device's part of the root's array: [..., d, ...] -> [..., d/n, ...].
-
-    Sends B·(n−1)/n bytes.
-    """
-    _check_root(root, axes)
-    from_root = jnp.where(group_index(axes) == root, x, jnp.zeros_like(x))
-    return reduce_scatter(from_root, axes, dim)
-
-
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send part i of `split_dim` to device i, and concatenate received parts along `concat_dim`.
 
@@ -149,38 +132,30 @@ def permute(x: Same, axis: str, shift: int = 1) -> Same:
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
-def permute_in_pairs(x: Same, axis: str, shift: int = 1) -> Same:
+def permute_in_pairs(x: Same, axis: str, shift: int) -> Same:
     """Return the result of `permute` from exchanges in pairs, for code that only some devices run.
 
     A permute waits for every device of the mesh; an exchange waits only for its pair. The ring must
-    have even length. A negative shift sends back. Sends B bytes on a ring of two, else 2·B.
+    have even length, and `shift` be above 0. Sends B bytes on a ring of two, else 2·B.
     """
-    size, stride = lax.axis_size(axis), abs(shift)
-    length = size // stride
-    if size % (2 * stride):
+    size = lax.axis_size(axis)
+    length = size // shift
+    if size % (2 * shift):
         raise ValueError(
             f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}."
         )
-    position = lax.axis_index(axis) // stride
+    position = lax.axis_index(axis) // shift
     nothing, received = jnp.zeros_like(x), []
     for parity in range(1 if length == 2 else 2):
-        pairs = [[i, (i + stride) % size] for i in range(size) if i // stride % 2 == parity]
+        pairs = [[i, (i + shift) % size] for i in range(size) if i // shift % 2 == parity]
         is_first = position % 2 == parity
         # On a ring of two, each device is the next one of the other.
-        sends = (length == 2) | (is_first if shift > 0 else ~is_first)
+        sends = (length == 2) | is_first
         sent = jnp.where(sends, x, nothing)
         slots = jnp.stack([jnp.where(is_first, nothing, sent), jnp.where(is_first, sent, nothing)])
         from_first, from_second = lax.all_to_all(slots, axis, 0, 0, axis_index_groups=pairs)
         received.append(jnp.where(is_first, from_second, from_first))
     return sum(received[1:], start=received[0])
-
-
-def barrier(x: Same, axes: Axes) -> Same:
-    """Return x once every device of the group has computed its x. Sends 4 bytes."""
-    # XLA removes a constant or unused operand, so use a number that depends on x and delays x.
-    first = jnp.ravel(x)[0]
-    arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))
-    return jnp.where(arrived >= 0, x, jnp.zeros_like(x))
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
@@ -192,14 +167,6 @@ def _neighbors(axis: str, group: int) -> list[list[int]] | None:
     if group == size:
         return None
     return [list(range(first, first + group)) for first in range(0, size, group)]
-
-
-def _check_root(root: int, axes: Axes) -> None:
-    size = group_size(axes)
-    if not 0 <= root < size:
-        raise ValueError(
-            f"root={root} is not in the group of {size} over {axes}. Use 0..{size - 1}."
-        )
 
 
 if not TYPE_CHECKING:

@@ -14,20 +14,15 @@ from jax import lax
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, add_sums
 
 
-def scan_layers(
-    block: Any, layers: Params, x: Any, aux: Any, context: Context, first: Any = 0
-) -> tuple[Any, Sums]:
-    """Run the layers on one device in a plain scan; return (x, Sums of all layers).
-
-    `layers` are [layers, ...], x [batch, seq_shard, d_model]; `first` is the first layer's index.
-    """
+def scan_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> tuple[Any, Sums]:
+    """Run layers [layers, ...] on x [batch, seq, d_model] in a plain scan; return (x, Sums)."""
 
     def run(x: Any, layer: tuple[Params, Array]) -> tuple[Any, Sums]:
         weights, index = layer
         return block(weights, x, aux, dataclasses.replace(context, layer=index))
 
     count = jax.tree.leaves(layers)[0].shape[0]
-    x, sums = lax.scan(run, x, (layers, first + jnp.arange(count)))
+    x, sums = lax.scan(run, x, (layers, jnp.arange(count)))
     return x, {name: jnp.sum(values, axis=0) for name, values in sums.items()}
 
 
@@ -41,9 +36,8 @@ class ForwardPass:
     """The forward pass of a model; the defaults are for one device.
 
     Attributes:
-        gather: params -> params whose leaves outside the stacked layers are gathered, in the
-            compute dtype.
-        run_layers: (block, layers, x, aux, context, first=0) -> (x, Sums of all layers).
+        gather: params -> params whose leaves outside the stacked layers are gathered and cast.
+        run_layers: (block, layers, x, aux, context) -> (x, Sums of all layers).
         max_row_chunks: maximum number of row chunks that pass the layers concurrently, so that
             collectives of one overlap with products of another.
     """

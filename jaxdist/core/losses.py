@@ -154,7 +154,6 @@ def _linear_cross_entropy(
     """
 
     def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
-        """Return the carry plus a chunk's sums, float32 [], and losses of its tokens [chunk]."""
         x, targets, weights = part
         sums, losses, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return tuple(map(jnp.add, carry, sums)), losses if vocabulary.by_token else None

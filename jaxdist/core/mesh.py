@@ -28,7 +28,7 @@ _OPEN = -1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class MeshSpec:
-    """Sizes of the mesh axes, each at least 1, by name: `MeshSpec(data=2, tensor=4)["tensor"]`."""
+    """Sizes of the mesh axes, -1 = unresolved: `MeshSpec(data=2, tensor=4)["tensor"]`."""
 
     _sizes: tuple[tuple[str, int], ...]
 
@@ -98,15 +98,11 @@ class MeshSpec:
         return MeshSpec(**{**self.sizes, **sizes})
 
     def __getitem__(self, axis: Axis | str) -> int:
-        return self._size_by_name[axis if isinstance(axis, str) else axis.name]
+        return self.sizes[axis if isinstance(axis, str) else axis.name]
 
     @functools.cached_property
-    def _size_by_name(self) -> dict[str, int]:
-        return dict(self._sizes)
-
-    @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size, in mesh order."""
+        """Return axis name -> size, in mesh order."""
         return dict(self._sizes)
 
     @functools.cached_property

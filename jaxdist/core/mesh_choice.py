@@ -113,17 +113,15 @@ def legal_meshes(
     requested: MeshSpec,
     num_devices: int,
     problems_of: Callable[[MeshSpec], list[str]],
-    count: int = 3,
 ) -> Sequence[MeshSpec]:
-    """Return up to `count` meshes of `num_devices` without problems, nearest to `requested`.
+    """Return up to three meshes of `num_devices` without problems, nearest to `requested`.
 
-    They use the axes context and expert only if `requested` does.
+    They use the axes context and expert, for long rows and experts, only if `requested` does.
     """
-    # Propose these axes only if requested: they are useful only for long rows and for experts.
     without = [axis for axis in (CONTEXT, EXPERT) if requested[axis] == 1]
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
-    return nearest(requested, legal, count)
+    return nearest(requested, legal)
 
 
 def default_mesh(

@@ -65,7 +65,6 @@ def outcome_logps(
     """
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:
-        """Return the log-probabilities of a chunk, float32 [chunk, outcomes + 1]."""
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, temperature)[0]
 
     _, logps = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))

@@ -1,7 +1,7 @@
 """Number formats: compute dtype, reduction dtype, and dynamic loss scaling for float16.
 
-Parameters and moments are always float32; products run in the compute dtype; norms, softmax, loss
-and accumulation are float32.
+Trained parameters are float32; products run in the compute dtype; norms, softmax, loss and
+accumulation are float32.
 
 Source of loss scaling: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
@@ -20,7 +20,7 @@ INITIAL_LOSS_SCALE = 2.0**16
 """First loss scale of a float16 run; the first steps halve it if it is too large."""
 
 GROWTH_STEPS = 2000
-"""Number of finite steps after which the loss scale doubles, as in PyTorch's GradScaler."""
+"""Number of finite steps in a row after which the loss scale doubles, as in PyTorch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,9 @@ class PrecisionConfig:
     )
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "dtype in which gradients of fsdp-sharded weights are summed; auto = bfloat16 if that is "
-        "the compute dtype, else float32; sums over microbatches are always float32",
+        "dtype in which devices sum gradients of fsdp-sharded weights; auto = bfloat16 if that is "
+        "the compute dtype, else float32; sums over microbatches are always float32, and with auto "
+        "a pipeline's sums over devices that follow them",
     )
 
     def problems(self) -> list[str]:
@@ -59,7 +60,7 @@ class PrecisionConfig:
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
     def resolve_reduce(self, compute_dtype: Any) -> Any:
-        """Return the dtype for reducing gradients of layers that use `compute_dtype`."""
+        """Return the dtype in which devices sum gradients that have the dtype `compute_dtype`."""
         if self.reduce_dtype != "auto":
             return jnp.dtype(self.reduce_dtype)
         # The range of float16 is too narrow for sums.
@@ -80,7 +81,7 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
     """Return the loss scale after a step: halved after NaN or Inf, but never below 1; {} stays {}.
 
-    It doubles after `GROWTH_STEPS` steps with finite loss and gradients (`finite`, bool []).
+    It doubles after `GROWTH_STEPS` steps in a row with `finite` loss and gradients, bool [].
     """
     if not loss_scale:
         return {}

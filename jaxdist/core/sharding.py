@@ -12,7 +12,7 @@ module:
     expert   its devices shard what `fsdp` shards, except experts, which it splits
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5. Deviation: vectors (norm scales, biases) are replicated on every device, because
+Models", section 5. Deviation: vectors (norm scales, biases) are not sharded in these ways, because
 gathering a few kilobytes costs a latency.
 """
 
@@ -28,7 +28,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.axis import Axis, axes_of, spec_over
+from jaxdist.core.axis import Axis, axes_of, spec_of, spec_over
 from jaxdist.core.mesh import MeshSpec, notation
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.tensor import TENSOR
@@ -176,15 +176,11 @@ class Layout:
 
     def divisible(self, spec: P, shape: tuple[int, ...]) -> P:
         """Return `spec` without the axes of dims that the devices cannot divide evenly."""
-        entries = [
-            entry
-            if size % math.prod(self.mesh.shape[axis] for axis in axes_of(P(entry))) == 0
-            else None
-            for entry, size in zip(spec, shape, strict=False)
-        ]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return P(*entries)
+        groups = [axes_of(P(entry)) for entry in spec]
+        return spec_of(
+            () if size % math.prod(self.mesh.shape[axis] for axis in group) else group
+            for group, size in zip(groups, shape, strict=False)
+        )
 
     def batch_spec(self) -> P:
         """Return the spec of a batch: rows and positions over the axes that split them."""
@@ -199,19 +195,14 @@ class Layout:
         """Return the `NamedSharding` of a spec on this mesh."""
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
 
-    def shardings(self, specs: Any, memory_kind: str | None = None) -> Any:
+    def shardings(self, specs: Any) -> Any:
         """Return the `NamedSharding`s of a tree of specs on this mesh."""
-        return jax.tree.map(
-            lambda spec: self.sharding(spec, memory_kind), specs, is_leaf=lambda x: isinstance(x, P)
-        )
+        return jax.tree.map(self.sharding, specs)
 
     def constrain(self, tree: Any, specs: Any) -> Any:
         """Return arrays of any shapes laid out by `specs`, in a jitted function; XLA moves them."""
         return jax.tree.map(
-            lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
-            specs,
-            tree,
-            is_leaf=lambda x: isinstance(x, P),
+            lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)), specs, tree
         )
 
     @functools.cached_property
@@ -224,17 +215,14 @@ class Layout:
         is_vector = sum(name != "layers" for name in dims) < 2
         own = {rules.get(name) for name in dims if name}
         joining = tuple(a for a in axes.joining_fsdp(int(with_zero)) if a not in own)
-        entries: list[Any] = []
+        groups: list[list[str]] = []
         for name in dims:
             axis = rules.get(name) if name else None
             group: tuple[str, ...] = () if axis is None else (axis,)
             if axis is not None and axes.by_name()[axis].weights == "gathered":
                 group = () if is_vector else group + joining
-            here = tuple(a for a in group if sizes[a] > 1)
-            entries.append(here if len(here) > 1 else here[0] if here else None)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return P(*entries)
+            groups.append([a for a in group if sizes[a] > 1])
+        return spec_of(groups)
 
 
 def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:

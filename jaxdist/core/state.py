@@ -208,7 +208,6 @@ def opt_shardings(
         params,
         specs,
         transform_non_params=lambda _: layout.sharding(P()),
-        is_leaf=lambda x: isinstance(x, P),
     )
     if offload != "disk":
         return shardings

@@ -96,8 +96,8 @@ class StepPlan:
     Attributes:
         attention: the devices, the context-parallel exchange, the restrictions of cuDNN.
         kernel: attention kernel in training; "" = none, or the configured one cannot run here.
-        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; of
-            gradient reductions per layer; of those over a pipeline's microbatches.
+        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; in which
+            devices sum gradients of a microbatch, and those that a pipeline accumulated.
         matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
         remat: the remat policy, with "auto" resolved.
         gathers_layers: each layer all-gathers its weights when it runs.
@@ -143,7 +143,7 @@ class StepPlan:
 
     @property
     def exchange(self) -> ExchangePlan | None:
-        """Return the `ExchangePlan` for keys and values; None without a context axis."""
+        """Return the `ExchangePlan` for keys and values; None if no axis splits positions."""
         return self.attention.exchange
 
     @property
@@ -176,9 +176,9 @@ def plan_step(
 ) -> StepPlan:
     """Return the plan for the step of a model on a layout of real or abstract devices.
 
-    `check` compares cuDNN's kernel with the reference; None = not compared. `remat` is the policy
-    chosen by estimated costs; None = as configured. Raises `ConfigError` if the heads or the stages
-    do not allow the configured exchange.
+    `check` is the comparison of cuDNN's kernel with the reference; None = not compared. `remat` is
+    the choice for "auto" by estimated costs; None = not chosen yet. Raises `ConfigError` if the
+    heads or the stages do not allow the configured exchange.
     """
     train, precision, pipeline = settings
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
@@ -282,7 +282,7 @@ def request_of(
 def exchange_of(
     model: Model, layout: Layout, per_node: int, *, packed: bool
 ) -> ExchangePlan | None:
-    """Return the plan for the exchange of keys and values; None without a context axis."""
+    """Return the plan for the exchange of keys and values; None if no axis splits positions."""
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
@@ -340,11 +340,11 @@ def layers_of_a_body(
     """Choose the number of layers per iteration of the layer loop, with the reason.
 
     It is all layers or one; in a pipeline, two or one. Unrolling only some layers is slower on
-    every platform. Of a pipeline, virtual stages of two layers are unrolled: Llama 2 13B with five
-    virtual stages takes 1,518 instead of 1,550 ms on GPUs by the roofline; five layers unrolled
-    take longer than a loop. On GPUs, collectives in every layer also make compiling slow, and
-    layers that save only their input have little to copy. ZeRO-2 saves memory, but unrolling needs
-    more: GPT-2 keeps complete gradients longer (6.5, not 5.1 GiB).
+    every platform. In a pipeline, two layers unrolled are faster than a loop, by the roofline
+    (Llama 2 13B with five virtual stages: 1,518 instead of 1,550 ms), five are slower. On GPUs,
+    collectives in every layer also make compiling slow, and layers that save only their input have
+    little to copy. With ZeRO-2, unrolled layers would keep complete gradients longer (GPT-2: 6.5,
+    not 5.1 GiB).
     """
     if offloaded_names(remat):
         return 1, "unrolled layers would not move their activations to the host"
@@ -373,7 +373,7 @@ def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int
     """
     splits = TENSOR in layout.used and not layout.auto_tensor
     if platform != "gpu" or not splits or CONTEXT in layout.used or matmul_dtype:
-        return 1, "no collective of `tensor` to hide behind another part's products"
+        return 1, "only `tensor` on GPUs, without `context` and in the compute dtype, uses more"
     return _ROW_CHUNKS, "collectives of `tensor` overlap with another part's products"
 
 

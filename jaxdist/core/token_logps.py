@@ -87,7 +87,6 @@ def _logps(
     """Return log-probabilities and entropies, float32 [tokens], from x [tokens, d_model]."""
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Any]:
-        """Return log-probabilities and entropies of a chunk of tokens, float32 [chunk] each."""
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, sampling)[:2]
 
     _, outputs = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
@@ -171,7 +170,6 @@ def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | 
     order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
     def step(i: Array, threshold: Array) -> Array:
-        """Return the threshold, uint32 [tokens], with bit i set if enough logits reach it."""
         higher = threshold | (_SIGN >> i.astype(jnp.uint32))
         return jnp.where(measure(order >= higher[:, None]) >= needed, higher, threshold)
 

@@ -1,10 +1,8 @@
-"""Trials of a GPU in a child process, whose failure cannot end the run; results are cached.
+"""Trials of a GPU in a child process, whose failure cannot end the run.
 
 They try cuDNN's attention kernels (`attention/kernel_check.py`), basic operations, and offloaded
-activations.
-A kernel with an illegal access destroys the CUDA context of its process, so a run tries each one in
-a child process first. The result is cached next to the compiled programs. Its key has the request,
-the GPU, the driver, and the versions of jax, its plugin and cuDNN.
+activations. A kernel with an illegal access destroys the CUDA context of its process. Results are
+cached next to the compiled programs, except failures of the child.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
 
 
 def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
-    """Return a line per operation that a GPU computes wrongly, or why the trial failed; cached.
+    """Return a line per operation that a GPU computes wrongly, or why its trial failed.
 
     `kind` is "operations" for basic ones, or "offload" for gradients of a loop whose
     activations are in host memory.

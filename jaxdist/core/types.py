@@ -43,7 +43,7 @@ TEACHER_TOKENS, TEACHER_LOGPS = "teacher_tokens", "teacher_logps"
 their log-probabilities, float32 [batch, seq, outcomes + 1], the last of any other token."""
 
 Sums: TypeAlias = dict[str, Array]
-"""Loss terms and metrics as sums: name -> float32 [], over the rows of a microbatch on a device.
+"""Loss terms and metrics: name -> sum over the rows of a microbatch on a device, mostly float32 [].
 
 The objective returns `loss` (nats) and `weight` (number of tokens or rows), and may add others
 (`correct`). Head and blocks may return any sums, or {}. Each name is summed exactly once over
@@ -78,7 +78,7 @@ def trained_loss(sums: Sums) -> Array:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Return the sum of two `Sums`, scalars [], by name; a missing name counts as 0."""
+    """Return the sum of two `Sums` by name; a missing name counts as 0."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 
@@ -182,7 +182,7 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Multiply activations by a weight, with named dims: the default `Context.dot`.
 
     `dims` is e.g. "batch seq d_model, d_model mlp -> batch seq mlp"; dims that are not in the
-    result are contracted. w is cast to the dtype of x [*first dims named]. Sums and result have
+    result are contracted. w is cast to the dtype of x [*first dims named]. The result has
     `out_dtype`; None = the dtype of x.
     """
     inputs, _, output = dims.partition("->")
@@ -290,12 +290,12 @@ class Context:
         tensor_index: index of this device on the `tensor` axis (0 on one device).
         position_ids: n, the number of this device's positions -> int32 [n], the index of each in
             its row; 0, 1, ... without a context axis.
-        token_loss: (TokenHead, targets, weights) -> Sums; the summed cross-entropy, fused with the
-            head's product, over a vocabulary that may be split.
+        token_loss: (TokenHead, targets, weights, regularizers=None, *, by_row=False) -> Sums; the
+            cross-entropy, fused with the head's product. See `losses.token_cross_entropy`.
         token_logps: (TokenHead, targets [batch, seq] or [batch, seq, outcomes], temperature=1.0,
             top_k=0, top_p=1.0) -> `TokenLogps`, differentiable, without materializing full logits.
             An objective of plain cross-entropy calls `token_loss`, which is faster.
-        dropout_key: PRNG key for this step and layer; None in evaluation.
+        dropout_key: PRNG key for this step and layer; None = no dropout, as in evaluation.
         layer: model index of the current block, int32 scalar.
         platform: "cpu" or "gpu", of the mesh and not of the default backend.
     """
@@ -320,7 +320,7 @@ class Context:
 
     @property
     def training(self) -> bool:
-        """Return True if gradients are computed: batch norm uses the statistics of the batch."""
+        """Return True if there is a dropout key: batch norm then uses the batch's statistics."""
         return self.dropout_key is not None
 
     if not TYPE_CHECKING:
@@ -353,8 +353,8 @@ class Decoding:
 Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 """(output of the head, this device's rows of one microbatch, context) -> Sums.
 
-Optional attributes: `rows_per_example` is the number of adjacent rows per example, e.g. 2 for
-pairs. `prepare` is called with the global batch before the differentiated pass: (batch, logps) ->
+Optional attributes: `rows_per_example` is the number of adjacent rows per example, by default 1.
+`prepare` is called with the global batch before the differentiated pass: (batch, logps) ->
 batch with more fields [rows, ...]. Its `logps` maps (batch, adapters=True) to the summed
 log-probability of each row's targets, float32 [rows], without gradients. `unit` names what `weight`
 counts."""
@@ -379,9 +379,9 @@ class Model:
 
     Attributes:
         name: for logs and errors.
-        init: key -> params, float32. Pure, so that it runs under `jit` with output shardings.
+        init: key -> params in their storage formats. It is pure: it runs under `jit`.
         axes: tree like params with a `Dims` at each leaf.
-        dims: size of each logical dim; the mesh must divide it.
+        dims: size of each logical dim.
         head: (params, x, batch, context) -> (output, Sums): a `TokenHead`, logits, or any arrays
             that the objective reads; and sums of the head's own, or {}.
         objective: computes the loss from that output, unless the run has another objective.

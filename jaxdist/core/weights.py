@@ -3,10 +3,10 @@
 `Model.axes` has a record at each leaf: plain `Dims` (a trained float32 array) or a `Parameter`. A
 `CompositeWeight` is stored in several arrays, each with its own record.
 
-    storage     on disk, in memory, as sent       gathered as               update
-    float32     4 bytes                           compute dtype             any
-    bfloat16    2 bytes                           compute dtype             none
-    int8, uint8 1 byte                            int8, uint8               none
+    storage       gathered as, without `keeps_dtype`      update
+    float32       compute dtype                           any
+    bfloat16      compute dtype                           none
+    int8, uint8   int8, uint8                             none
 """
 
 from __future__ import annotations
@@ -187,7 +187,6 @@ def with_weights(
     """
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
-        """Return the product [*dims after the arrow]; the arguments are those of `types.dot`."""
         if isinstance(w, CompositeWeight):
             return w.multiply(multiply, dims, x, out_dtype=out_dtype, sum_over=sum_over)
         x, w = gradient_barrier((x, w)) if barrier else (x, w)

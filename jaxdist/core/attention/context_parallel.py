@@ -120,8 +120,8 @@ def _choose(
 ) -> tuple[Exchange, str]:
     """Return the fastest exchange and the reason.
 
-    `rings` are the legal values of `inner`; `inside` is the largest within a node, 0 if there is
-    none.
+    `rings` are the legal values of `inner`; `inside` is the largest below `size` within a node, or
+    0.
     """
     # Even if it moves more than others: attention takes most of the time of long rows.
     if size in rings:

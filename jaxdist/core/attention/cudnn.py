@@ -40,7 +40,7 @@ Stats: TypeAlias = Float32[Array, "sequences heads queries"]
 
 
 class Sequences(NamedTuple):
-    """Sequences of each row of a batch; empty ones have length 0 and start at the row end."""
+    """Sequences of each row of a batch; empty ones have length 0."""
 
     starts: Int[Array, "batch number"]
     lengths: Int[Array, "batch number"]

@@ -2,7 +2,7 @@
 
 Its results depend on the versions of cuDNN and of the driver; packed documents and ring hops also
 need private operations of jax. So a run first compares its call with the block-wise kernel in
-float32, on two rows with its length and heads. If they differ, the run does not use cuDNN.
+float32, on at most two rows with its heads. If they differ, the run does not use cuDNN.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KernelCheck:
 
     Attributes:
         errors: output and gradients -> largest error relative to the reference's peak; {} if the
-            kernel failed, or if only other processes compared it.
+            kernel failed, if another process rejects it, or if only others compared it.
         rejection_reason: why the kernel is not used; "" = it is used.
     """
 
@@ -149,17 +149,14 @@ def _sample_inputs(shapes: Shapes, segments: Int[np.ndarray, "rows seq"]) -> lis
 
 
 def _packed(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
-    """Return output and gradients of cuDNN's packed kernel, [rows, seq, heads, head_dim] each."""
+    """Return output and gradients [rows, seq, ...] of cuDNN's packed kernel."""
     documents, rule = jnp.asarray(segments), Rule(True, window)
     attend = lambda q, k, v: cudnn.attend_packed(q, k, v, documents, rule)
     return _vjp(attend, inputs)
 
 
 def _plain(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
-    """Return output and gradients of cuDNN's kernel without packing: each row is one document.
-
-    Each is [rows, seq, heads or kv_heads, head_dim].
-    """
+    """Return output and gradients [rows, seq, ...] of cuDNN's kernel; a row is one document."""
     near = (window - 1, 0) if window else None
     attend = partial(
         jax.nn.dot_product_attention,
@@ -175,7 +172,7 @@ def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | N
     documents = (None, None) if segments is None else _split_by_group(jnp.asarray(segments))
 
     def run(*inputs: Array) -> tuple[Array, ...]:
-        """Return output and gradients, [rows, seq, heads or kv_heads, head_dim] each."""
+        """Return output and gradients, [rows, seq, ...] each."""
         query, key, value, cotangent = (_split_by_group(x) for x in inputs)
         own = [Keys(*chunk) for chunk in zip(key, value, documents, strict=True)]
         out, dq, dk, dv = ([jnp.zeros(()), jnp.zeros(())] for _ in range(4))
@@ -211,10 +208,7 @@ def _join_groups(outer: Array, inner: Array) -> Array:
 
 
 def _reference(inputs: list[Array], segments: Int[np.ndarray, "rows seq"], window: int) -> Any:
-    """Return output and gradients of the float32 reference.
-
-    The inputs [rows, seq, heads, head_dim] are those of the kernel, rounded to its dtype.
-    """
+    """Return output and gradients [rows, seq, ...] of float32 products of the kernel's inputs."""
     span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
     rule = Rule(True, window)
     attend = lambda q, k, v: blockwise.attend(q, k, v, span, span, rule)

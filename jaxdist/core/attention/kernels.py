@@ -1,8 +1,4 @@
-"""The choice of the attention kernel, attention to complete rows with it, and dropout.
-
-Models call `Context.attend`, which `make_attend` builds for a platform. It receives the parameters
-of the mask (`AttentionMask`), never the mask itself.
-"""
+"""The choice of the attention kernel, attention to complete rows with it, and dropout."""
 
 from __future__ import annotations
 
@@ -27,12 +23,12 @@ from jaxdist.settings import ConfigError
 Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 
 BLOCKWISE_FROM = 2048
-"""Minimum keys per row for block-wise attention on CPUs. Tiles are faster, but hold scores of a
-complete row (`scripts/bench/results/context.md`)."""
+"""Keys per row from which block-wise attention replaces tiles, which are faster, but hold scores of
+a complete row (`scripts/bench/results/context.md`)."""
 
 DENSE_BELOW = 1024
-"""Maximum keys per row for dense attention if tiles are not supported. For longer rows, block-wise
-attention is faster, because it skips the half that the causal mask hides."""
+"""Keys per row from which, if tiles are not supported, block-wise attention replaces the dense one.
+It then is faster, because it skips the half that the causal mask hides."""
 
 
 class AttentionPlan(NamedTuple):
@@ -84,8 +80,8 @@ def make_attend(
     `tensor_index` returns this device's index on the tensor axis, which splits the heads.
 
     Returns (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0, sink=None) ->
-    [batch, queries, heads, head_dim] in the query's dtype, with float32 sums. `kernel` is "auto",
-    "xla" or "cudnn"; it raises `ConfigError` if "cudnn" does not support the call.
+    [batch, queries, heads, head_dim] in the query's dtype. `kernel` is "auto", "xla" or "cudnn";
+    the result raises `ConfigError` if "cudnn" is impossible for a call.
     """
 
     def choose(query: Q, **call: Any) -> Kernel:
@@ -148,7 +144,7 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
 def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
     """Choose the attention kernel for a call on these devices, with the reason.
 
-    Raises `ConfigError` if the call requests cuDNN but cuDNN does not support its mask or shapes.
+    Raises `ConfigError` if the call requests cuDNN, which is impossible for it here.
     """
     platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
     dtype, head_dim, packed = request.dtype, request.head_dim, request.packed

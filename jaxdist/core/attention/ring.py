@@ -1,10 +1,9 @@
 """Ring attention: keys and values are sent around a ring of devices; each hop attends to them.
 
 Partial results are merged by their log-sum-exp. Only the local keys and values are saved for
-backward, which sends them around again and returns their gradients in float32. Half of each hop's
-compute overlaps with sending keys, half with sending gradients. Hops are block-wise in plain JAX,
-or on cuDNN's kernel (`zigzag.py`). Arrays have the positions of a group of devices, in device
-order.
+backward, which sends them around again and returns their gradients in float32. Hops are block-wise
+in plain JAX, or on cuDNN's kernel (`zigzag.py`): then half of a hop's backward overlaps with
+sending keys, half with sending gradients. Arrays have the positions of a group of devices.
 
 Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 """
@@ -58,10 +57,10 @@ class Ring(NamedTuple):
         """Index of this device's group."""
         return collectives.group_index(CONTEXT.name) // self.inner
 
-    def send(self, tree: Any, groups: int = 1) -> Any:
-        """Send every leaf `groups` groups along the ring; return the leaves that arrive here."""
+    def send(self, tree: Any) -> Any:
+        """Send every leaf one group along the ring; return the leaves that arrive here."""
         move = collectives.permute_in_pairs if self.paired else collectives.permute
-        return jax.tree.map(lambda x: move(x, CONTEXT.name, groups * self.inner), tree)
+        return jax.tree.map(lambda x: move(x, CONTEXT.name, self.inner), tree)
 
     def positions(self, steps_back: Any, length: int) -> Int[Array, "1 {length}"]:
         """Return the row positions of the keys that are here after `steps_back` hops."""
@@ -71,7 +70,7 @@ class Ring(NamedTuple):
         return jnp.concatenate(parts)[None]
 
     def is_earlier(self, steps_back: Any) -> Bool[Array, ""] | None:
-        """Return whether keys here after `steps_back` hops are earlier in the row; None for 0."""
+        """Return whether keys here after `steps_back` hops are of an earlier group; None for 0."""
         if _is_number(steps_back, 0):
             return None
         return self.group >= steps_back

@@ -1,7 +1,7 @@
-"""Attention in tiles of queries, in plain JAX, for rows of up to a few thousand keys on CPUs.
+"""Attention in tiles of queries, in plain JAX, for rows of up to 2,047 keys on CPUs.
 
-Each tile multiplies only the keys that one of its queries may see. Tiles are static, so there are
-no loops or branches, and the program grows with the row; longer rows use `blockwise.py`. Backward
+Each tile multiplies the range of keys that its queries may see. Tiles are static, so there are no
+loops or branches, and the program grows with the row; longer rows use `blockwise.py`. Backward
 recomputes probabilities from the log-sum-exp of their scores, which is faster on CPUs than reading
 them.
 
@@ -42,7 +42,7 @@ TILE = 128
 
 
 class _Tile(NamedTuple):
-    """Queries of one tile, and the keys that any of them may see."""
+    """Queries of one tile, and a range with all keys that they may see."""
 
     queries: slice
     keys: slice

@@ -11,8 +11,7 @@ Two different chunks of packed rows share at most one document, because document
 Its keys are at the end of the earlier chunk, its queries at the start of the later one. It is one
 sequence of cuDNN's packed layout, without a mask.
 
-Queries that see no key get zeros and the log-sum-exp `UNSEEN`. Hops are merged, and gradients
-summed, in float32. Nothing here is differentiable.
+Queries that see no key get zeros and the log-sum-exp `UNSEEN`. Nothing here is differentiable.
 
 Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3. The
 kernel's backward gets the output and the log-sum-exp over all keys, so each hop returns the

@@ -13,7 +13,6 @@ rounded again for each product. The last block is padded with zeros.
 A GPU multiplies the rounded elements (`jax.nn.scaled_matmul`). Other platforms multiply the values
 that they represent in the compute dtype, which is exact: E2M1 times E4M3 has six significant bits.
 
-
 Sources: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", section 5: the blocks.
 Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", sections 2 and 3: E4M3 throughout,
 scales rounded up. NVIDIA 2025, "Pretraining Large Language Models with NVFP4", section 2 and
@@ -121,7 +120,7 @@ def make_dot(
 ) -> Callable[..., Array]:
     """Make a `Context.dot` in mxfp8 or nvfp4: product [*dims], see `matmul.make_dot`.
 
-    Communication: for nvfp4's array scale an all-reduce of 4 bytes per array over `axes`.
+    nvfp4 all-reduces the scale of each array over `axes`.
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:

@@ -64,7 +64,7 @@ def largest_of(
 ) -> Float32[Array, "*rest"]:
     """Return the largest magnitude over `dims` (None = all) of an array sharded over `axes`.
 
-    Inf if any part has a NaN: collectives may drop a NaN from a maximum. Sends 4 bytes.
+    Inf if any part has a NaN: collectives may drop a NaN from a maximum.
     """
     largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
     largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
@@ -248,7 +248,7 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
         scale = scale_of(largest_of(w, axes_of(spec), tuple(range(1, w.ndim))), E4M3)
         return narrow(w, scale.reshape(-1, *[1] * (w.ndim - 1)), E4M3), scale
 
-    return jax.tree.map(leaf, specs, is_product, layers, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(leaf, specs, is_product, layers)
 
 
 def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Any:
@@ -271,7 +271,7 @@ def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: 
         weight, weight8 = (checkpoint_name(x, fsdp.GATHERED) for x in both)
         return RoundedWeight(weight, (weight8, near[1]))
 
-    return jax.tree.map(leaf, specs, shards, rounded, dtypes, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(leaf, specs, shards, rounded, dtypes)
 
 
 _How: TypeAlias = tuple[tuple[str, ...], int, Any, Any]

@@ -40,7 +40,6 @@ def make_grouped_dot(platform: str) -> Callable[..., Array]:
     """
 
     def dot(x: Array, w: Array, sizes: Array) -> Array:
-        """Return the products [rows, out] of x [rows, in]."""
         axes = tuple(sorted(collectives.varying_axes(x) | collectives.varying_axes(w)))
         block = block_rows(x.shape[0], w.shape[0], platform)
         return _grouped(*collectives.vary((x, w, sizes), axes), block, platform != "cpu")
@@ -108,7 +107,6 @@ def _looped(x: Array, w: Array, sizes: Array, block: int) -> Array:
     rows = _padded(x, block)
 
     def write(one: _Blocks, output: Array) -> Array:
-        """Write one block of the output [rows + block, out]; the next one may overwrite its end."""
         part = _dot("rd,df->rf", lax.dynamic_slice_in_dim(rows, one.start, block), w[one.group])
         part = jnp.where(jnp.arange(block)[:, None] < one.used, part, 0).astype(output.dtype)
         return lax.dynamic_update_slice_in_dim(output, part, one.start, 0)
@@ -122,7 +120,6 @@ def _sum_looped(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> Ar
     rows, rows_grad = _padded(x, block), _padded(grad, block)
 
     def add(one: _Blocks, total: Array) -> Array:
-        """Add one block's gradients to `total`, float32 [groups, in, out]; return it."""
         inputs = lax.dynamic_slice_in_dim(rows, one.start, block)
         inputs = jnp.where(jnp.arange(block)[:, None] < one.used, inputs, 0)
         outputs = lax.dynamic_slice_in_dim(rows_grad, one.start, block)
@@ -147,7 +144,6 @@ def _batched(x: Array, w: Array, sizes: Array, block: int) -> Array:
     """Multiply x [rows, in] by w [groups, in, out], many blocks at a time; return [rows, out]."""
 
     def multiply(blocks: _Blocks) -> Array:
-        """Return the products of some blocks, [blocks, block, out]."""
         return _dot("nrd,ndf->nrf", _rows_of(x, blocks, block), w[blocks.group]).astype(x.dtype)
 
     batches = _in_batches(_blocks_of(sizes, x.shape[0], block), w.shape[1] * w.shape[2])
@@ -167,7 +163,6 @@ def _sum_batches(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> A
     """Return the gradients of the matrices of all groups, float32 [groups, in, out]."""
 
     def add(total: Array, one: _Blocks) -> tuple[Array, None]:
-        """Add one block's gradients to `total`, float32 [groups, in, out]; return it."""
         alone = jax.tree.map(lambda a: a[None], one)
         rows = (_rows_of(array, alone, block)[0] for array in (x, grad))
         part = total[one.group] + _dot("rd,rf->df", *rows)

@@ -1,7 +1,4 @@
-"""The list of mesh axes. Code for all axes reads `AXES` when it is called.
-
-`tensor` is last: its devices are neighbors inside a node.
-"""
+"""The list of mesh axes. Code for all axes reads `AXES` when it is called."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The fsdp axis: parameters are sharded, all-gathered before use, gradients reduce-scattered.
 
-Forward all-gathers a weight in the compute dtype. Backward reduce-scatters its gradient in
-`reduce_dtype`. The default is bfloat16 if layers compute in bfloat16, because the product that
-computes the gradient already has this dtype (`scripts/bench/results/reduce_dtype.md`). A layer's
-gathered weights exist only while it computes: no remat policy saves them (`keep_all_but_weights`).
-Frozen weights stored in fewer bits are gathered in their stored format.
+Forward all-gathers a weight in the compute dtype, or in its stored format if that has fewer bits.
+Backward reduce-scatters its gradient in `reduce_dtype`. The default is bfloat16 if layers compute
+in bfloat16, because the product that computes the gradient already has this dtype
+(`scripts/bench/results/reduce_dtype.md`). No remat policy saves gathered weights.
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
@@ -52,11 +51,7 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
     the stored dtype and that of `dtypes`, and again in backward, in `reduce_dtype`.
     """
     return jax.tree.map(
-        lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype),
-        specs,
-        params,
-        dtypes,
-        is_leaf=lambda x: isinstance(x, P),
+        lambda spec, w, dtype: _gather_leaf(w, spec, dtype, reduce_dtype), specs, params, dtypes
     )
 
 
@@ -89,12 +84,12 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
         total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
         return total.astype(grad.dtype)
 
-    return jax.tree.map(leaf, specs, grads, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(leaf, specs, grads)
 
 
 def layer_specs(specs: Any) -> Any:
     """Return the specs of a single layer from the specs of stacked leaves."""
-    return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(lambda spec: P(*spec[1:]), specs)
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:

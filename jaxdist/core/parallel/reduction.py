@@ -1,4 +1,4 @@
-"""Reduction of gradients over the mesh, once per step.
+"""Sums of gradients over the mesh, their norm, and `Context.sum`.
 
 Parameters enter the differentiated function as varying (`collectives.vary` over
 `Layout.summed_axes`), so each device gets the gradient of its own rows. All functions run inside
@@ -37,7 +37,7 @@ def scatter_gradients(
                 grad = collectives.reduce_scatter(grad, axis, dim=dim)
         return grad
 
-    return jax.tree.map(leaf, from_specs, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(leaf, from_specs, to_specs, grads)
 
 
 def reduce_gradients(
@@ -53,14 +53,14 @@ def reduce_gradients(
         return collectives.all_reduce(grad, rest) if rest else grad
 
     grads = scatter_gradients(grads, from_specs, to_specs, axes)
-    return jax.tree.map(leaf, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(leaf, to_specs, grads)
 
 
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
     """Return the sum of squares of reduced gradients, float32 [], the same on every device."""
     by_axes: dict[tuple[str, ...], Array] = {}
     for spec, grad in zip(
-        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        jax.tree.leaves(specs),
         jax.tree.leaves(grads),
         strict=True,
     ):
@@ -85,7 +85,6 @@ def make_sum(layout: Layout) -> SumOver:
     }
 
     def total(x: Any, over: str) -> Any:
-        """Return the sum of x [...] over the devices that split the dim `over`."""
         return collectives.all_reduce(x, axes[over]) if axes[over] else x
 
     return total

@@ -3,9 +3,9 @@
 Structure of a step, from the outside in:
 
     jit, state donated
-      shard_map over all mesh axes: collectives are explicit, not inserted by XLA
+      shard_map over the mesh axes, without `tensor` for a model without hooks
         for each microbatch (a scan or a pipeline): model -> summed loss -> local gradients
-        one reduction of the gradients over the data axes; sums over all replicas
+        reduction of the gradients that are still local; sums over all replicas
       divide by the global weight -> clip by global norm -> optimizer -> apply or skip the update
     -> new state with the same shardings; metrics stay on the devices
 """

@@ -162,8 +162,8 @@ class EvalConfig:
     )
     max_batches: int = setting(
         20,
-        "maximum number of batches of each evaluation before the last, spread over the held-out "
-        "rows; 0 = every row once",
+        "maximum number of batches of each evaluation before the last, spread over its rows; "
+        "0 = every row once",
         ge=0,
     )
     final_max_batches: int = setting(
@@ -183,11 +183,10 @@ class EvalConfig:
         "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation, "
         "none = never",
     )
-
     tasks: list[str] = setting(
         [],
-        "tasks of the lm-evaluation-harness to evaluate with the held-out rows, e.g. "
-        "hellaswag,arc_easy (the extra `eval`); jaxdist.evaluate --tasks evaluates a checkpoint",
+        "tasks of the lm-evaluation-harness in each evaluation of the run, e.g. hellaswag,arc_easy "
+        "(the extra `eval`); jaxdist.evaluate --tasks evaluates a checkpoint",
     )
     task_folder: str = setting("", "folder with your own task files of the lm-evaluation-harness")
     task_limit: int = setting(0, "maximum number of questions of each task; 0 = all", ge=0)

@@ -1,4 +1,4 @@
-"""The manual part of the step: local sums and gradients, then one reduction over the mesh."""
+"""The manual part of the step: local sums and gradients, and their sums over the mesh."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def make_value_and_grad(
     statistic of this batch, and a parameter with update="increment" its increment
     (`step/statistics.py`).
 
-    Returns (params, batch [rows, ...], key, loss scale float32 []) -> (sums, gradients, norm).
-    Global sums are float32 [] each. Gradients are of `trained_loss` / weight, float32, sharded like
-    the moments with ZeRO-2, else like the parameters. Their global norm is float32 [].
+    Returns (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, gradients,
+    norm). Gradients are of `trained_loss` / weight, float32, sharded like the moments. Their global
+    norm is float32 [].
     """
     param_specs, trained_axes = layout.param_specs(model.axes), trained(model.axes, model.axes)
     micro_specs = layout.gradient_specs(trained_axes)
@@ -88,7 +88,6 @@ def make_value_and_grad(
     compute = _manual(local, model, layout, plan, *specs)
 
     def value_and_grad_of(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
-        """Return (global sums, gradients, norm) of a global batch [rows, ...]."""
         totals = step_sums(params, batch, key)
         sums, grads, norm = compute(params, batch, key, scale, totals)
         return sums, statistics.insert_increments(model, grads, sums, plan.layers.order), norm
@@ -111,7 +110,6 @@ def _make_step_sums(
 
     @functools.wraps(block)
     def summing(*arguments: Any) -> tuple[Array, Sums]:
-        """Return (x [batch, seq_shard, d_model], the sums named in `Model.step_sums`)."""
         y, sums = block(*arguments)
         return y, {name: sums[name] for name in model.step_sums}
 
@@ -183,7 +181,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
-    """Add up sums, float32 [] each, over replicas and stages; all devices get the results."""
+    """Add up sums over replicas and stages; all devices get the results."""
     axes = layout.loss_axes
     for name, value in sums.items():
         source = f"the sum {name!r} leaves {definition_of(model)}"
@@ -210,7 +208,7 @@ def make_evaluate(
     *,
     trains: bool = False,
 ) -> Callable[..., Sums]:
-    """Make (params, batch [rows, ...]) -> sums over the global batch, float32 []; no dropout.
+    """Make (params, batch [rows, ...]) -> sums over the global batch; no dropout.
 
     Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, sums
     [rows, seq, ...] of this device's rows are added over microbatches and stages only, and are
@@ -233,12 +231,11 @@ def make_evaluate(
     else:
 
         def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
-            """Return loss and metrics (`Sums`) of this device's rows, float32 [] each."""
             microbatch = lambda micro: forward.loss(params, micro, context)
             return _accumulate(microbatch, batch, num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array | None = None) -> Sums:
-        """Return the sums that `make_evaluate` describes, from this device's batch [rows, ...]."""
+        """Return the sums of `make_evaluate` from this device's batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         used = dataclasses.replace(context, dropout_key=key)
         sums = evaluate(params, batch, used)
@@ -255,7 +252,7 @@ def make_evaluate(
 
 
 def _accumulate(microbatch: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
-    """Add up sums and gradients of a batch [rows, ...] over microbatches in float32."""
+    """Add up sums and gradients of a batch [rows, ...] over microbatches."""
     if num_microbatches == 1:
         return microbatch(batch)
     parts = data.split_microbatches(batch, num_microbatches)
@@ -280,7 +277,7 @@ def _manual(
         specs = tuple(specs(x) if callable(specs) else specs for specs, x in pairs), out_specs
         if layout.auto_tensor:
             manual = lambda spec: spec_over(spec, layout.manual_axes)
-            specs = jax.tree.map(manual, specs, is_leaf=lambda x: isinstance(x, P))
+            specs = jax.tree.map(manual, specs)
         with explain_types(model, layout.manual_axes):
             return jax.shard_map(
                 function,

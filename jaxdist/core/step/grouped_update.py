@@ -283,7 +283,6 @@ class GroupedTrain:
         indices = np.where(moves, np.cumsum(moves) - 1, -1).tolist()
 
         def spread(parts: Sequence[Array]) -> Params:
-            """Return the tree of the model's parameters with those of the group [rows, ...]."""
             own = dict(zip(group.params, parts, strict=True))
             pairs = zip(indices, everything, strict=True)
             filled = [own[i] if i in own else _empty(leaf) for i, leaf in pairs]

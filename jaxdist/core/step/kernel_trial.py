@@ -1,8 +1,8 @@
 """Check of cuDNN's attention kernel before the first step.
 
-Every process tries the kernel on one of its devices (`trials.py`). If one process rejects it, all
-do, because all must run the same program. If devices are only described, the program is compiled
-but not run, so there is no check.
+A process with devices of the mesh tries the kernel on one of them (`trials.py`). If one process
+rejects it, all do, because all must run the same program. If devices are only described, the
+program is compiled but not run, so there is no check.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def make_run_layers(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Make `ForwardPass.run_layers`: a scan over stacked layers that gathers each layer's weights.
 
-    Returns (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
-    (x, Sums of these layers). `first` is the model index of the first layer.
+    Returns (block, layers [num_layers, ...], x [batch, seq_shard, d_model], aux, context) -> (x,
+    Sums of the layers).
     """
     if not model.num_layers:
         return scan_layers
@@ -53,11 +53,11 @@ def make_run_layers(
     quantized = _make_quantized_layer(model, layout, plan)
 
     def run_layers(
-        block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
+        block: Any, layers: Params, x: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """Return (x [batch, seq_shard, d_model], Sums) after the layers."""
 
-        def run(layer: Any, layers: Any, x: Array, first: Any) -> tuple[Array, Sums]:
+        def run(layer: Any, layers: Any, x: Array, first: int) -> tuple[Array, Sums]:
             """Run layers from index `first`: (x [batch, seq_shard, d_model], sums [layers])."""
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
@@ -80,7 +80,7 @@ def make_run_layers(
             return lax.scan(body, x, xs, unroll=min(unroll, count))
 
         if quantized is None:
-            x, sums = run(layer, layers, x, first)
+            x, sums = run(layer, layers, x, 0)
             return x, tensor.add_layers(sums)
         # First and last layer are separate loops: a branch would save the residuals of both sides.
         last = model.num_layers - 1
@@ -105,7 +105,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     has_stages = layout.size(PIPELINE) > 1
     if has_stages and plan.pipeline.gather == "step":
-        specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree.map(lambda _: P(), specs)
     dtypes = gathered_dtypes(model.axes["layers"], plan.compute_dtype)
     chooses = bool(plan.matmul_dtype) and has_stages
 
@@ -143,7 +143,6 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
         def scaled(
             block: Any, both: Any, x: Array, index: Array, aux: Any, context: Context
         ) -> Any:
-            """Run one layer; return (x [batch, seq_shard, d_model], Sums); index is int32 []."""
             return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
 
         return _QuantizedLayer(lambda layers: (), scaled)
@@ -152,7 +151,6 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
     split = jax.tree.map(
         lambda spec: spec_over(spec, layout.manual_axes),
         fsdp.layer_specs(layout.param_specs(model.axes)["layers"]),
-        is_leaf=lambda x: isinstance(x, P),
     )
     multiplies = jax.tree.map(
         lambda dims, sides: sides.is_matrix and not dims.keeps_dtype, axes, sides_of(axes)
@@ -163,7 +161,6 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
-        """Run one layer; return (x [batch, seq_shard, d_model], Sums); index is int32 []."""
         weights = fp8.gather(*both, specs, dtypes, reduce_dtype=plan.reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 

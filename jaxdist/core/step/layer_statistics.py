@@ -47,7 +47,6 @@ def make_measure(
     dims = dict(tree_leaves_with_path(model.axes))
 
     def norm(path: Any, x: Array) -> Array:
-        """Return the norm of x, of a stacked leaf [num_layers, ...] that of each layer."""
         stacked = path[0].key == LAYERS
         norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(int(stacked), x.ndim))))
         return norms[positions] if stacked else norms

@@ -53,7 +53,6 @@ def make_row_values(
         num_rows = batch["weights"].shape[0]
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
-            """Return each row's values in elements of their own, float32 [num_rows, ...]."""
             values = values_of(output, rows, context)
             return {name: _at_rows(own, rows, num_rows) for name, own in values.items()}
 

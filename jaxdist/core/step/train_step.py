@@ -37,8 +37,9 @@ from jaxdist.core.types import (
 from jaxdist.core.weights import merged, trained
 
 Metrics = dict[str, Any]
-"""Float32 scalars by name, `applied` bool []; `ROW_SUMS` float32 [rows]; `layer_sums` are
-those of layers over the global batch, float32 [num_layers, ...] by name, if the model has any."""
+"""Scalars by name, among them `applied` (bool). With `Reports`, `ROW_SUMS` float32 [rows] and
+`layer_statistics`. `layer_sums` are those of layers over the global batch, float32
+[num_layers, ...] by name, if the model has any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,6 @@ def make_step(
     sums_of = make_evaluate(model, layout, plan, context)
 
     def evaluate(params: Params, batch: Batch) -> Sums:
-        """Return loss and metrics (`Sums`) of a global batch [rows, ...], float32 [] each."""
         return sums_of(params, prepare(params, batch))
 
     begin = _make_begin(
@@ -245,7 +245,6 @@ def _make_train(
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         def update_after(written: Params, name: str) -> tuple[Params, Any]:
-            """Return the update again; it reads `state.<name>` only after `written` is computed."""
             ready = ready_token(x for x in jax.tree.leaves(written) if x.size)
             waiting = jax.tree.map(lambda x: wait_for(ready, x), getattr(state, name))
             return update(dataclasses.replace(state, **{name: waiting}), grads, norm, learning_rate)
@@ -314,7 +313,7 @@ def make_update(
 def move_copies(
     copies: Mapping[str, Params], params: Params, decays: Mapping[str, float]
 ) -> dict[str, Params]:
-    """Return each group as `decay` × copy + (1 − `decay`) × params, float32 [...]."""
+    """Return each group as `decay` × copy + (1 − `decay`) × params [...]."""
 
     def moved(copy: Params, decay: float) -> Params:
         move = lambda mean, p: None if mean is None else mean + (1.0 - decay) * (p - mean)

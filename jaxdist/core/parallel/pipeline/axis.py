@@ -40,7 +40,7 @@ PIPELINE = Axis(
     name="pipeline",
     short="pp",
     help="stages of layers",
-    moves="activations and their gradients between stages, once per microbatch",
+    moves="activations and their gradients between stages, for each microbatch",
     weights="split",
     dims=("layers",),
     # Only the first stage embeds and only the last computes the loss.

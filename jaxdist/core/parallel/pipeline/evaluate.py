@@ -42,7 +42,7 @@ def make_pipeline_evaluate(
 
     `make_schedule` maps the number of rows of a replica to a forward-only schedule. `layer` is that
     of training, and does not gather with `gather` = "step". The returned function computes the
-    replica's sums, float32 [] each, on the stages that run the layers and the head.
+    `Sums` of the replica's batch [rows, ...], on the stages that run the layers and the head.
     """
     gathered = layout.gather_specs(forward.model.axes)["layers"]
 
@@ -65,7 +65,7 @@ def make_pipeline_evaluate(
 
 
 def _run(stage: Stage, layer: Callable[..., tuple[Array, Sums]]) -> Sums:
-    """Run a forward schedule on one stage; return this stage's `Sums`, float32 [] each."""
+    """Run a forward schedule on one stage; return this stage's `Sums` [*dims]."""
     schedule = stage.schedule
     example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)

@@ -36,7 +36,7 @@ class State(NamedTuple):
 
     `activations`, `cotangents` and `outputs` are [slots + 1, microbatch, seq_shard, d_model]; their
     last slot is spare. `residuals` is a list of [slots, layers, size]. `gradients` has `layers` and
-    `outer`, float32; `sums` are float32 [] each. Evaluation has only `activations` and `sums`.
+    `outer`, float32; `sums` are `Sums`. Evaluation has only `activations` and `sums`.
     """
 
     activations: Array
@@ -90,7 +90,6 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
             (kind,) = loop.kinds
 
             def single(state: State, tick: Array, kind: Kind = kind) -> tuple[State, None]:
-                """Run one tick, int32 [1], and its exchange; return the new state."""
                 return _deliver(kind, *act(kind, tick[0], state)), None
 
             state, _ = loop_over(ticks, single, state)
@@ -138,7 +137,6 @@ def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, as_loops: b
         return lax.cond(needed, compute, lambda unchanged: unchanged, value)
 
     def once(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        """Run the computation, and end the loop; both trees are arrays [...]."""
         return jnp.zeros_like(carry[0]), compute(carry[1])
 
     with jax.named_scope(AT_MOST_ONCE):

@@ -5,8 +5,8 @@ of residuals to copy into a buffer. Here, the forward writes the residuals of ea
 buffer of the stage, and the backward reads them there and adds each layer's gradient to the totals.
 
 x, y and their gradients are [microbatch, seq_shard, d_model]. Residuals are a list of
-[slots, layers, size], one slot per microbatch in flight. Weights and totals (float32) are
-[virtual_stages, layers, ...].
+[slots, layers, size], a slot for each microbatch in flight of a virtual stage. Weights and totals
+(float32) are [virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ def over_layers(
     kinds = jax.eval_shape(one, carry, slots[0])[1]
 
     def maybe(carry: Any, index: Array) -> tuple[Any, Any]:
-        """Run the layer at `index`, int32 [], unless it is padding."""
         skipped = carry, jax.tree.map(collectives.zeros_like, kinds)
         run = lambda value: one(value[0], index)
         return run_if(index < layers.num_layers, run, skipped, layers.as_loops)

@@ -32,7 +32,7 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Simulated cost of a schedule.
+    """Cost of a schedule.
 
     Slots are those of the stage that needs most, including received values. Permutes are counted
     for the loops of `plan_loops`.

@@ -29,7 +29,7 @@ class Stage:
 
     Attributes:
         layers: this stage's parameters, [virtual_stages, layers per virtual stage, ...].
-        outer: complete parameters outside the layers, in the compute dtype.
+        outer: complete parameters outside the layers.
         microbatches: [num_microbatches, rows per microbatch, ...].
         index: int32 [], index of this stage on the ring.
         as_loops: how optional parts are skipped, see `run_if`.
@@ -145,7 +145,7 @@ def make_stage(
 
 def of_virtual_stages(specs: Any) -> Any:
     """Return specs of [virtual_stages, layers, ...] from specs of [layers, ...]."""
-    return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(lambda spec: P(None, *spec), specs)
 
 
 def zeros(kinds: Any, *lead: int) -> Any:
