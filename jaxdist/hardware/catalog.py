@@ -19,7 +19,6 @@ GIB = 2**30
 HOST_BYTES_PER_S = 10e9
 """Bandwidth between a GPU and its host: PCIe 4.0, with all GPUs of a node copying concurrently."""
 
-
 DISK_BYTES_PER_S = 3e9
 """Bytes per second that a node's local NVMe disk reads and writes at the same time, in all."""
 
@@ -76,7 +75,7 @@ class Cluster:
         return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
 
     def resized(self, num_gpus: int) -> Cluster:
-        """Return a cluster with a different number of these GPUs, on nodes of the same size."""
+        """Return a cluster with another number of these GPUs; several nodes keep their size."""
         per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
         other = Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
         return dataclasses.replace(other, disk_bytes_per_s=self.disk_bytes_per_s)
@@ -109,7 +108,7 @@ _ALIASES = {
 
 
 class _Key(NamedTuple):
-    """A numeric key of the file: field of `Gpu`, factor to the field's unit, allowed values."""
+    """A numeric key of a table: field of `Gpu`, factor to the field's unit, allowed values."""
 
     field: str
     unit: float = 1
@@ -215,7 +214,7 @@ def _gpu_from(
         if "peak_tflops" in table:  # a different chip, so the inherited power limit does not apply
             fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
         return dataclasses.replace(catalog[aliases.get(like, like)], name=name, **fields)
-    # No `device_kind` matches, because only the planner uses the GPU.
+    # Only the planner uses the GPU: `gpu_of` does not search it.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
 
 
@@ -286,8 +285,8 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
 def parse_gpus(text: str, catalog: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
     """Return the clusters of `--gpus`: `h100:64`, `h100:8x8` (nodes × GPUs per node), or a list.
 
-    `h100` means one GPU; commas separate clusters. Of more than one node, all must be full. Raises
-    `ConfigError` with all problems.
+    `h100` means one GPU; commas separate clusters. Without `x`, more GPUs than a node has must fill
+    nodes. Raises `ConfigError` with all problems.
     """
     clusters, problems = [], []
     for part in text.split(","):

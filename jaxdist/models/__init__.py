@@ -12,7 +12,7 @@ PYTHON_MODEL = "python:model"
 
 
 def build(config: ModelConfig, *, seq_len: int) -> Model:
-    """Return the `Model` of a config; imports Flax but starts no device."""
+    """Return the `Model` of a config; a built-in model starts no device."""
     if isinstance(config, DecoderConfig):
         from jaxdist.models.decoder import build_decoder
 

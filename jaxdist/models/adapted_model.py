@@ -37,7 +37,7 @@ from jaxdist.settings import ConfigError
 
 
 def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
-    """Return a model with frozen parameters and adapters; unchanged with rank 0, or if it has them.
+    """Return a model with adapters of frozen weights; unchanged with rank 0, or if it has them.
 
     `settings` are those of the model. Raise `ConfigError` as `_named_plans`.
     """
@@ -123,7 +123,7 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
 
 
 def _decoder_plans(config: LoraConfig, decoder: DecoderConfig) -> dict[str, tuple[Adapter, ...]]:
-    """Return the name of each weight of a decoder that has adapters -> these."""
+    """Return name -> adapters of each weight of a decoder that has any."""
     ranks = config.target_modules(decoder)
     return {
         f"layers/{array}": parts
@@ -133,9 +133,9 @@ def _decoder_plans(config: LoraConfig, decoder: DecoderConfig) -> dict[str, tupl
 
 
 def _named_plans(config: LoraConfig, model: Model) -> dict[str, tuple[Adapter, ...]]:
-    """Return the name of each weight of a custom model that has an adapter -> the adapter.
+    """Return name -> adapter (a tuple of one) of each weight of a custom model that has one.
 
-    Raise `ConfigError` if a target or rank matches none, or has too many dims.
+    Raise `ConfigError` for targets, ranks or parameters that adapters do not support.
     """
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.axes)]
     weights = dict(zip(names, weights_of(model), strict=True))
@@ -221,7 +221,7 @@ def _parts_of(
 
 
 def _stacked(dims: Dims) -> int:
-    """Return the number of leading dims that stack weights: layers and experts, if they have."""
+    """Return the number of leading dims that stack weights, out of layers and experts."""
     return (dims[:1] == ("layers",)) + ("experts" in dims)
 
 
@@ -235,9 +235,9 @@ def _init(
 ) -> dict[str, Array]:
     """Return A [*stack, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
 
-    B is [*stack, rank, *outputs of the module]; `shape` is [*inputs, *outputs], `stack` the number
-    of layers, and of experts if they have the weight. DoRA's scale [*stack, *outputs] is 1
-    (`with_start`).
+    B is [*stack, rank, *outputs of the module]; `shape` is [*inputs, *outputs] of the weight,
+    `stack` its numbers of layers and experts. DoRA's scale [*stack, *outputs] is 1 until
+    `with_start`.
     """
     ins, outs = shape[:count], list(shape[count:])
     outs[part.dim - count] = part.size or outs[part.dim - count]

@@ -24,9 +24,8 @@ from jaxdist.settings import ConfigError
 class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
-    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer;
-    size 0 = all, of which tensor parallelism may split the dim.
-    `num_inputs` is that of the complete weight: tensor parallelism may split them.
+    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer; size
+    0 = all entries of this device. `num_inputs` are those of all devices.
     """
 
     module: str
@@ -74,7 +73,7 @@ class LoraWeight(AdaptedWeight):
         adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
             also "scale": [*its outputs].
         parts: constants of the adapters, ordered by start.
-        is_stacked: outside of layers, the arrays have a leading dim of layers.
+        is_stacked: the arrays of the state have a leading dim of layers.
     """
 
     base: Any

@@ -2,8 +2,8 @@
 
 A product with weight W becomes x·W + scale · (x·A)·B, with A [inputs, rank] and B [rank, outputs]
 (Hu et al. 2021, "LoRA", equation 3). DoRA also scales each output, so that the norm of its weights
-is a trained value (Liu et al. 2024). Our query, key and value share one array, and so do gate and
-up; each has an adapter of its own, named as Hugging Face's module, so that PEFT reads it.
+is a trained value (Liu et al. 2024). Each of Hugging Face's modules in a fused array (e.g. query,
+key, value) has an adapter of its own, so that PEFT reads it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import jax.numpy as jnp
 from jaxdist.core.block_weights import BLOCK, BlockLayout, BlockWeight
 from jaxdist.core.types import Model
 from jaxdist.core.weights import CompositeWeight, base_of
-from jaxdist.models.adapted_weights import (
-    AdaptedWeight,
-)
+from jaxdist.models.adapted_weights import AdaptedWeight
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 from jaxdist.settings import setting
@@ -46,8 +44,7 @@ EXPERTS: dict[str, tuple[str, ...]] = {"mlp/up": ("gate_up_proj",), "mlp/down": 
 # Our array of all experts in a layer -> the parameter of transformers' experts that it is.
 
 INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
-"""Number of leading dims of an array of a layer that its product contracts."""
-
+"""Number of leading dims of an array of a layer (of each expert) that its product contracts."""
 
 SCORE = "head/score"
 """Name of the score head, which has no adapter: it is trained itself."""
@@ -55,10 +52,10 @@ SCORE = "head/score"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: train small matrices next to the frozen weights of `init_from`."""
+    """Low-rank adapters: train small matrices next to frozen weights."""
 
     rank: int = setting(0, "rank of the adapters; 0 = train the weights themselves", ge=0, le=4096)
-    alpha: float = setting(16.0, "alpha: outputs of adapters are multiplied by alpha / rank", gt=0)
+    alpha: float = setting(16.0, "factor of the adapters' outputs, see lora.variant", gt=0)
     dropout: float = setting(
         0.0, "dropout rate of the inputs of adapters, each with its own mask", ge=0, lt=1
     )
@@ -130,7 +127,7 @@ class LoraConfig:
                 f"Set lora.rank, e.g. 16, or leave out lora.{name}."
                 for name in changed
             ]
-        problems = [] if self.targets else ["lora.targets=[] trains nothing. Use attention,mlp."]
+        problems = [] if self.targets else ["lora.targets=[] adds no adapter. Use attention,mlp."]
         if len({*self.token_ids}) < len(self.token_ids):
             problems.append(f"lora.token_ids={self.token_ids} has a token twice. Name it once.")
         if self.dropout and self.variant == "dora":
@@ -252,14 +249,14 @@ def expert_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
 
 
 def num_trained(model: Model) -> int:
-    """Return the number of parameters that the optimizer updates."""
+    """Return the number of parameters with update="gradient"."""
     return sum(w.size for w in weights_of(model) if w.dims.update == "gradient")
 
 
 def tensors_of(
     decoder: DecoderConfig, array: str, names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], int]:
-    """Return the sizes of the modules in an array of a layer, and the dim of outputs they share."""
+    """Return the sizes of an array's modules along a dim of its outputs, and that dim's index."""
     group = decoder.num_heads // decoder.kv_heads
     if array == "attention/qkv":
         return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
@@ -306,7 +303,7 @@ def with_base(tree: Any, base: Any) -> Any:
 
 
 def only_adapters(tree: Any) -> Any:
-    """Return a tree with None for leaves that have no adapters."""
+    """Return a tree with None for leaves without adapters or trained rows."""
     return jax.tree.map(lambda w: w if _is_adapted(w) else None, tree, is_leaf=_is_adapted)
 
 

@@ -1,16 +1,4 @@
-"""Settings of the models, with their validation. Does not import Flax.
-
-Each config has the facts that are needed before the model is built:
-
-    dims, rules          as in `Model`; {} if only the built model has them
-    attention_call       as in `Model`
-    sequence             whether sequence parallelism may split rows
-    context_parallel     whether the context axis may split rows
-    reads                "text", "images" or "" for any data
-    num_labels           scores of its head; 0 = it has no such head
-    size_settings        logical dim or size -> its setting, for messages
-    shrunken             the model with the smallest sizes that a mesh allows
-"""
+"""Settings of the models, with their validation. Does not import Flax."""
 
 from __future__ import annotations
 
@@ -25,8 +13,8 @@ from jaxdist.models.expert_settings import ExpertSettings, repeated_block
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
-"""Embedding tables are padded to a multiple of this, so that a tensor axis of up to 64 divides
-them; padding entries get no probability."""
+"""Embedding tables are padded to a multiple of this, so that tensor axes whose sizes divide it can
+split them; padding entries get no probability."""
 
 ROPE_SCALING: Mapping[str, Mapping[str, float | bool | None]] = {
     "linear": {"factor": None},
@@ -52,15 +40,27 @@ IMAGE_CHANNELS = 3
 
 KERNEL_SIZE = 3
 
+_NOT_IN_CUDNN = {
+    "attention_dropout": "cannot drop attention probabilities reproducibly on every mesh",
+    "attention_softcap": "cannot cap scores",
+    "attention_sinks": "has no attention sinks",
+}
+
 _SMALL_VOCAB, _SMALL_WIDTH = 256, 8
 """Vocabulary of a shrunken model; width of its heads, and of its MLP per device."""
 
 
 class _ModelDefaults:
-    """Facts of a model that most configs share."""
+    """Facts of a model that are needed before it is built; those of a custom model are unknown.
+
+    Attributes:
+        rules, context_parallel: as in `Model`.
+        reads: "text", "images", or "" for any data.
+        size_settings: logical dim or size -> its setting, for messages.
+        num_labels: outputs of its score head; 0 = it has no such head.
+    """
 
     rules: ClassVar[Mapping[str, str | None]] = {}
-    sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
     is_user_model: ClassVar[bool] = False
     reads: ClassVar[str] = ""
@@ -74,12 +74,12 @@ class _ModelDefaults:
 
     @property
     def head_parts(self) -> list[str]:
-        """Names of the head's own parameters, e.g. for `reinit`; [] if it has none."""
+        """Names of the parameters of a decoder's head, without the norm; [] for other models."""
         return []
 
     @property
     def longest_row(self) -> int:
-        """Return the number of tokens per row that the model is made for; 0 = not stated."""
+        """Number of tokens per row that the model is made for; 0 = unknown."""
         return 0
 
     @property
@@ -98,9 +98,9 @@ class _ModelDefaults:
         return AttentionCall()
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most `num_layers` layers and small widths, if possible.
+        """Return this model with at most `num_layers` repeated blocks and small widths.
 
-        `multiple` divides the widths. By default the model is unchanged.
+        Widths that are reduced are multiples of `multiple`. By default the model is unchanged.
         """
         del num_layers, multiple
         return self
@@ -232,12 +232,12 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @property
     def head_parts(self) -> list[str]:
-        """Return the name of the kernel of scores or logits; [] if it is the embedding table."""
+        """Name of the kernel of scores or logits; [] if it is the embedding table."""
         return ["head/score"] if self.num_labels else ["head/kernel"] * (not self.tie_embeddings)
 
     @property
     def longest_row(self) -> int:
-        """Return the number of tokens per row the model is made for; rotary models accept more."""
+        """Number of tokens per row that the model is made for; rotary models accept more."""
         return self.max_seq_len
 
     @property
@@ -274,7 +274,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
 
     @functools.cached_property
     def stack(self) -> tuple[int, tuple[bool, ...]]:
-        """Number of dense layers before the repeated block; whether its layers have experts."""
+        """Number of dense first layers; for each layer of the repeated block: it is not dense."""
         return repeated_block([i not in self.dense_layers for i in range(self.num_layers)])
 
     @property
@@ -318,7 +318,6 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         "shared_mlp": "tensor",
         "dense_mlp": "tensor",
     }
-    sequence: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
     size_settings: ClassVar[Mapping[str, str]] = {
@@ -335,7 +334,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most `num_layers` layers and small multiples as widths."""
+        """Return this model with at most `num_layers` repeated blocks and small widths."""
         d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
         is_wide = self.d_model > d_model
         return dataclasses.replace(
@@ -394,21 +393,12 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
                 f"model.head_dim={self.head_width} is odd: rotary positions rotate pairs. "
                 "Use an even head_dim, or positions = 'learned'."
             )
-        if self.attention_dropout and self.attention == "cudnn":
-            problems.append(
-                "model.attention='cudnn' cannot drop attention probabilities reproducibly on "
-                "every mesh. Use attention='xla' or attention_dropout=0."
-            )
-        if self.attention_softcap and self.attention == "cudnn":
-            problems.append(
-                "model.attention='cudnn' cannot cap scores. Use attention='xla' or 'auto', or "
-                "attention_softcap=0."
-            )
-        if self.attention_sinks and self.attention == "cudnn":
-            problems.append(
-                "model.attention='cudnn' has no attention sinks. Use attention='xla' or 'auto', "
-                "or attention_sinks=false."
-            )
+        for name, why in _NOT_IN_CUDNN.items():
+            if getattr(self, name) and self.attention == "cudnn":
+                problems.append(
+                    f"model.attention='cudnn' {why}. Use attention='xla' or 'auto', or "
+                    f"{name}={'false' if getattr(self, name) is True else 0}."
+                )
         if self.full_attention_every and not self.sliding_window:
             problems.append(
                 f"model.full_attention_every={self.full_attention_every} without a window: all "
@@ -487,7 +477,7 @@ class CnnConfig(_ImageDefaults):
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with a small dense layer that `multiple` divides."""
+        """Return this model with a small dense layer."""
         del num_layers
         return dataclasses.replace(self, mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple))
 
@@ -535,13 +525,12 @@ class ResnetConfig(_ImageDefaults):
 
     def problems(self) -> list[str]:
         """Return error messages for invalid settings and combinations in this section."""
-        problems = []
-        if self.depth % 6 != 2:
-            problems.append(
-                f"model.depth={self.depth} must be 6 n + 2: three stages of n blocks of two "
-                "layers, the first layer and the head. Use 20, 32, 44, 56 or 110."
-            )
-        return problems
+        if self.depth % 6 == 2:
+            return []
+        return [
+            f"model.depth={self.depth} must be 6 n + 2: three stages of n blocks of two "
+            "layers, the first layer and the head. Use 20, 32, 44, 56 or 110."
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

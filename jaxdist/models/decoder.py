@@ -137,7 +137,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         num_layers=config.dims["layers"],
         increments=partial(bias_increments, config) if has_bias else None,
         step_sums=STEP_SUMS if by_batch else (),
-        sequence=config.sequence,
+        sequence=True,
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
         attention_call=config.attention_call,
@@ -276,7 +276,7 @@ class Embedding(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP with norms before or after them, added to the residual stream."""
+    """Attention and MLP, normed as `norm_placement` states and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dim: str = "mlp"):
         if config.norm_placement != "post":
@@ -452,7 +452,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Gated (SwiGLU, GeGLU: Shazeer 2020) or GELU MLP on this device's shard of the width."""
+    """Gated (Shazeer 2020) or GELU MLP on this device's shard of the width."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dim: str = "mlp"):
         d, hidden = config.d_model, config.mlp_dim

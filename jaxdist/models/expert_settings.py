@@ -24,7 +24,7 @@ class Router:
             sums of their two best scores.
         bias: add a bias per expert to the scores in the choice of experts, not in the shares.
         bias_rate: after each step, the bias rises by this for experts with fewer tokens of the
-            global batch than the mean, and falls for others; 0 = constant.
+            global batch than the mean, and falls for those with more; 0 = constant.
         balance_loss: factor of the balance loss: num_experts × the sum over experts of the share
             of the tokens times the mean probability, which is 1 for equal loads; 0 = none.
         balance_scope: tokens of which the loss compares loads: of each row or the global batch.
@@ -104,12 +104,12 @@ class ExpertSettings:
         if objective != "cross_entropy":
             problems.append(
                 f"objective.kind={objective} with model.num_experts={self.num_experts}: the "
-                "balance loss is defined for text only. Use objective.kind=cross_entropy."
+                "balance loss is defined for cross-entropy only. Use cross_entropy."
             )
         if matmul_dtype != "auto":
             problems.append(
                 f"precision.matmul_dtype={matmul_dtype} with model.num_experts={self.num_experts}: "
-                "products of experts are not computed in 8 bits. Use auto."
+                "products of experts have no such format. Use auto."
             )
         return problems
 

@@ -86,8 +86,8 @@ class Experts(nnx.Module):
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
         """Return the `Routing` of tokens x [batch, seq_shard, d_model], and the router's `Sums`.
 
-        If two scores are equal, the expert with the lower index comes first. The sums are {} unless
-        `aux` has the `weights` of a training batch.
+        If two scores are equal, the expert with the lower index comes first. In decoding the sums
+        are {}.
         """
         config = self.config
         logits = jnp.einsum(
@@ -248,7 +248,7 @@ class Experts(nnx.Module):
 
 
 def routing_aux(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Array]:
-    """Return `weights` and `real` (0 = padding, else 1) of tokens, float32 [batch, seq_shard] each.
+    """Return `weights` and `real` (0 = padding of packed rows), float32 [batch, seq_shard] each.
 
     If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...], and
     recorded choices `routing`, int32 [batch, seq_shard, layers with experts, experts_per_token].

@@ -1,4 +1,4 @@
-"""Layers of models: weights with named dims, norms, rotary positions, dropout.
+"""Layers of models: weights with named dims, norms, rotary positions, dropout, convolutions.
 
 Under tensor parallelism a Flax NNX module sees its shard of `heads`, `mlp` or `vocab`.
 """
@@ -49,7 +49,7 @@ def functional(
     has other state, such as Flax's BatchNorm.
 
     Returns:
-        init: PRNG key [] -> plain nested dict of float32 arrays, with the module's shapes.
+        init: PRNG key [] -> plain nested dict of arrays, with the module's shapes.
         axes: the same tree with a `Dims` at each leaf.
         bind: params (of any shape) -> the module with these params, to call its methods.
     """
@@ -323,7 +323,7 @@ def _rows(num_rows: int, table: Array, index: Array) -> Array:
 
 
 _SUM_BYTES = 256 << 20
-"""Most bytes of a table's gradient that exist in the wide dtype at a time."""
+"""Bytes in the wide dtype above which a table's gradient is summed in blocks of columns."""
 
 
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
@@ -384,10 +384,7 @@ _LIMIT, _SLOPE = 7.0, 1.702  # of gpt-oss
 
 
 def activation(config: DecoderConfig, ways: list[Array]) -> Array:
-    """Return the hidden activation of an MLP from its gate and, if gated, its linear part.
-
-    All are [..., mlp].
-    """
+    """Return the hidden activation [..., mlp] of one product, or of gate and linear part."""
     gate, *linear = ways
     if config.activation == "swiglu":
         return jax.nn.silu(gate) * linear[0]

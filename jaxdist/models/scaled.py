@@ -13,7 +13,8 @@ _WIDTH, _LAYERS, _HEADS = 128, 4, 8
 def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConfig:
     """Return a small model of the same architecture, for rows of `seq_len` tokens.
 
-    Ratios of query to key/value heads and of widths stay. Raises `ConfigError` for a custom model.
+    A decoder keeps its ratio of query to key/value heads, and roughly those of its widths. Raises
+    `ConfigError` for a custom model.
     """
     if isinstance(model, CnnConfig):
         return dataclasses.replace(model, mlp_dim=min(model.mlp_dim, 64))

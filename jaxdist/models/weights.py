@@ -46,7 +46,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is used in matrix products, unlike norm scales and biases."""
+        """Return whether it has two dims or more besides layers, and is no scale or bias."""
         return not self.name.endswith(("bias", "scale")) and len(self.dims) - self.is_stacked > 1
 
 

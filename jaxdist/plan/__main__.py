@@ -5,8 +5,8 @@
     python -m jaxdist.plan --config configs/llama3_70b.toml --gpus h100:128 --mesh fsdp=16,tp=8
     python -m jaxdist.plan --show-schedule --stages 4 --microbatches 8
 
-Takes the settings of training, needs no GPU and starts no device. Without --mesh it compares
-every legal one. With the extra `plan` installed it compiles the train step for those GPUs.
+Takes the settings of training, needs no GPU and starts no device. Without --mesh it searches the
+best one. With the extra `plan` installed it compiles the train step for those GPUs.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def _more_gpus(plan: Plan, config: PlanConfig) -> str:
             flags = size.choice.command(plan.base)
             return f"use {number} {gpu.name}: {flags} needs {needed} of each."
     return (
-        "no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more memory, "
-        "a smaller model or a shorter train.seq_len. If the optimizer's moments are the largest "
-        "part, add --train.offload-optimizer=host, or disk:/DIR without enough host memory."
+        "without a pipeline no settings fit, even on 16 times as many GPUs. Use GPUs with more "
+        "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
+        "largest part, add --train.offload-optimizer=host, or disk:/DIR without enough host memory."
     )
 
 
@@ -277,8 +277,8 @@ def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterato
     elif not sizes.tried:
         yield Advice(
             "other GPUs",
-            "No count of any type fits the run, on any mesh that is legal for a batch of "
-            f"{plan.base.train.global_batch_size} rows. Use a smaller model, "
+            "No count of any type fits the run without a pipeline, on any mesh that is legal for a "
+            f"batch of {plan.base.train.global_batch_size} rows. Use a smaller model, "
             "a shorter train.seq_len or a larger batch, which more GPUs can share.",
         )
     else:
@@ -303,7 +303,7 @@ def _offer(size: Size) -> str:
 
 
 def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """Return text: no number of GPUs meets both limits, and which deadline or budget would do."""
+    """Return text: no number of GPUs meets the limits, and which deadline or budget would do."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
         "Impossible: no count of any type meets deadline and budget with a batch of "
@@ -324,9 +324,9 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
     double = size_of(config, cluster, model)
     if double is None:
         return (
-            f"{number} {gpu.name} do not help: no mesh of them is legal for "
-            f"train.global_batch_size={plan.base.train.global_batch_size} and this model. Use a "
-            "larger batch."
+            f"{number} {gpu.name} do not help: no mesh of them without a pipeline is legal for "
+            f"train.global_batch_size={plan.base.train.global_batch_size} and fits. Use a larger "
+            "batch."
         )
     time = double.choice.time
     gain = time.tokens_per_s / best.time.tokens_per_s
@@ -353,8 +353,9 @@ def _batch(plan: Plan) -> Iterator[Advice]:
     text = (
         f"One step is {rows} rows, {job.tokens_per_step:,} {job.model.unit}, on any number of "
         f"GPUs, so optim.peak_lr={optim.peak_lr:g} remains valid. If you change "
-        "train.global_batch_size, multiply the rate by its "
-        f"{'ratio' if optim.optimizer == 'sgd' else 'square root'}: {_lr_scaling(plan)} does it."
+        "train.global_batch_size, multiply the rate by "
+        f"{'' if optim.optimizer == 'sgd' else 'the square root of '}the ratio of the batches: "
+        f"{_lr_scaling(plan)} does it."
     )
     if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
         text += (
@@ -406,13 +407,10 @@ def _local_saves(plan: Plan) -> Iterator[Advice]:
     settings, job = plan.choice.job.config.checkpoint, plan.choice.job
     if not settings.local_dir:
         return
-    survived = survivable_losses(
-        job.spec,
-        plan.cluster.num_nodes,
-        settings.neighbours,
-        zero=job.config.mesh.zero,
-    )
-    line = survived.line()
+    zero = job.config.mesh.zero
+    line = survivable_losses(
+        job.spec, plan.cluster.num_nodes, settings.neighbours, zero=zero
+    ).line()
     yield Advice("local saves", f"{line[0].upper()}{line[1:]}.")
 
 

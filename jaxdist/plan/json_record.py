@@ -1,4 +1,4 @@
-"""A plan as one JSON object with the same content as the text, in unrounded base units."""
+"""A plan as one JSON object, in unrounded base units."""
 
 from __future__ import annotations
 

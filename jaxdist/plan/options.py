@@ -17,7 +17,7 @@ from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origin
 
 COMMAND = "jaxdist.plan"
 _MOST_CELLS = 4096
-"""Largest pipeline schedule that fits in a terminal."""
+"""Largest product of stages and microbatches whose diagram fits in a terminal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,10 @@ class PlanConfig(RunConfig):
         "empty = no deadline",
     )
     budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
-    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = the GPU catalog's", ge=-1)
-    spot_price: float = setting(-1.0, "USD per spot GPU-hour; -1 = the GPU catalog's", ge=-1)
+    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = that of the GPU type", ge=-1)
+    spot_price: float = setting(
+        -1.0, "USD per spot GPU-hour; -1 = that of the GPU type, scaled like price", ge=-1
+    )
     preemptions_per_day: float = setting(2.0, "spot preemptions per day of the job", ge=0)
     failures_per_day: float = setting(
         -1.0,
@@ -133,7 +135,7 @@ def _days(text: str) -> float | None:
 def read_plan(
     argv: Sequence[str], summary: str = "", values: Mapping[str, Any] | None = None
 ) -> tuple[PlanConfig, str]:
-    """Return the planner's settings, and the mesh that flags name ("" = search the best).
+    """Return the planner's settings, and the mesh of flags or `values` ("" = search the best).
 
     The mesh of a config file is ignored, and data need not exist. `values` are set from Python.
     """

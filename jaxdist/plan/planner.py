@@ -61,7 +61,7 @@ class Plan:
     """A run planned on a cluster.
 
     Attributes:
-        choice: the best candidate, on the user's mesh if one is named.
+        choice: the candidate to run, on the user's mesh if one is named.
         check: result of the compiler; None if disabled.
         checkpoints: cost with hardware failures; `spot_checkpoints`: also with preemptions.
     """
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes per device: of the compiled step if available, else estimated."""
+        """Bytes per device: of the compiled step and a teacher if available, else estimated."""
         compiled = self.check.compiled if self.check else None
         return _needed(self.choice, compiled) if compiled else self.choice.memory.total_bytes
 
@@ -250,11 +250,7 @@ def _seconds(choice: Candidate, tokens: float) -> float:
 
 
 def survivable_losses(
-    spec: MeshSpec,
-    num_nodes: int,
-    neighbours: int,
-    *,
-    zero: int = 0,
+    spec: MeshSpec, num_nodes: int, neighbours: int, *, zero: int = 0
 ) -> Survivable:
     """Return the node losses that local saves survive, assuming unknown racks.
 
@@ -273,7 +269,7 @@ def survivable_losses(
 
 
 _MOST_ROWS = 1 << 16
-"""Rows of a microbatch from which on the search ends: a toy model fits with any."""
+"""Examples of a microbatch from which on the search ends: a toy model fits with any."""
 
 
 def largest_batch(job: Job, remat: str) -> Candidate | None:
@@ -318,7 +314,7 @@ _MOST_GPUS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The fastest candidate that fits a number of GPUs of one type, with the run's cost."""
+    """The best candidate without a pipeline on a number of GPUs of one type, and the run's cost."""
 
     cluster: Cluster
     choice: Candidate
@@ -352,7 +348,7 @@ def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate |
 
 
 def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
-    """Yield sizes for a GPU type, doubling the number from the smallest that fits."""
+    """Yield the size of each number of GPUs of a type that fits, out of 1, 2, 4, ..."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:

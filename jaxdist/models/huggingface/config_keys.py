@@ -48,9 +48,10 @@ _GEMMA = {
     "_sliding_window_pattern": int,
 }
 _DOTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-_EXPERTS = {"num_experts": int, "num_local_experts": int, "num_experts_per_tok": int}
+_EXPERTS = {"num_local_experts": int, "num_experts_per_tok": int}
 _QWEN_EXPERTS = {
     **_EXPERTS,
+    "num_experts": int,
     "moe_intermediate_size": int,
     "norm_topk_prob": bool,
     "decoder_sparse_step": int,
@@ -69,12 +70,12 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
         "routed_scaling_factor": float,
         "norm_topk_prob": bool,
     },
-    "mixtral": {name: int for name in _EXPERTS if name != "num_experts"},
+    "mixtral": _EXPERTS,
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
     "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": int},
     "qwen3_moe": _QWEN_EXPERTS,
     "gpt_oss": {
-        **{name: int for name in _EXPERTS if name != "num_experts"},
+        **_EXPERTS,
         "attention_bias": bool,
         "quantization_config": dict,
     },
@@ -221,8 +222,7 @@ _HARMLESS = frozenset(
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
 """Keys that do not affect the forward pass, except for rounding (`reorder_and_upcast_attn` and
-`pretraining_tp`)."""
-
+`pretraining_tp`) and the number of labels of a classifier."""
 
 _HARMLESS_IN_FAMILY = {
     ("phi3", "auto_map"),

@@ -41,7 +41,10 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 def export_problems(
     export: str, model: ModelConfig, run_dir: str, adapted: str | None
 ) -> list[str]:
-    """Return error messages if a run cannot be exported; `adapted` is the base of its adapters."""
+    """Return error messages if a run cannot be exported.
+
+    `adapted` is the `init_from` of a run with adapters; None without adapters.
+    """
     if export == "none":
         return []
     try:
@@ -120,7 +123,7 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     model, tensors = _resolve_head(config, hf["model_type"], stored)
     if model != config:
         log.warning(
-            "%s: config.json sets tie_word_embeddings, but %s differs from the embedding table. "
+            "%s: by config.json the head is tied, but %s differs from the embedding table. "
             "Both are loaded, and the head is not tied.",
             folder,
             HEAD,

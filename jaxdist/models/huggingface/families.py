@@ -1,9 +1,8 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
 References:
-    The `config.json` of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, gpt-oss,
-    Llama, Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen3 and Qwen3-MoE models, as saved
-    checkpoints have them.
+    The `config.json` of the models of Hugging Face transformers in `FAMILIES`, as saved checkpoints
+    have them.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ _GEMMA_SETTINGS = (
     "attention_softcap",
     "logit_softcap",
 )
-"""Our settings that only Gemma has; false or 0 if unset."""
+"""Our settings of Gemma, and one of gpt-oss; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {
     "dots1": "head",
@@ -158,83 +157,89 @@ def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
 
 def family_of(config: DecoderConfig) -> str:
     """Return the `model_type` that can represent the model; raises `ConfigError` if none can."""
-    parts = (config.positions, config.norm, config.activation)
-    biases = set(config.bias)
-    if config.attention_sinks or config.activation == "clamped_swiglu":
-        if _is_gpt_oss(config):
-            return "gpt_oss"
-        raise _no_family()
-    if config.num_experts:
-        return _sparse_family_of(config)
-    if family := _gemma_of(config):
+    if family := _sparse_family_of(config) if config.num_experts else _dense_family_of(config):
         return family
-    plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
-    rotary = plain and parts == ("rotary", "rms", "swiglu")
-    norms = (config.norm_placement, config.qk_norm)
+    raise ConfigError(
+        "these model settings match none of the Hugging Face families "
+        f"{', '.join(_ARCHITECTURES)}, so they cannot be exported. "
+        "See configs/ for settings of these families."
+    )
+
+
+def _parts(config: DecoderConfig) -> tuple[str, ...]:
+    return config.positions, config.norm, config.activation, config.norm_placement
+
+
+_LLAMA = ("rotary", "rms", "swiglu", "pre")
+"""`_parts` of Llama and its relatives."""
+
+
+def _dense_family_of(config: DecoderConfig) -> str:
+    """Return the family of a model without experts; "" if there is none."""
+    biases, qk_norm, window = set(config.bias), config.qk_norm, config.sliding_window
+    parts = (*_parts(config), qk_norm, bool(window))
     usual_width = config.head_width * config.num_heads == config.d_model
-    if rotary and not config.sliding_window:
-        if norms == ("pre", "head") and not biases:
-            return "qwen3"
-        if norms == ("post", "all") and usual_width and not biases:
-            return "olmo2"
-        if norms == ("pre", "none") and biases == {"qkv"}:
+    if config.attention_sinks:
+        return ""
+    if _parts(config) == ("rotary", "zero_centered_rms", "geglu", "both"):
+        local, capped = bool(config.local_rope_theta), bool(config.attention_softcap)
+        if biases or not (config.scale_embeddings and config.full_attention_every and window):
+            return ""
+        if (qk_norm, local) == ("none", False):
+            return "gemma2"
+        return "gemma3_text" if (qk_norm, local, capped) == ("head", True, False) else ""
+    if any(getattr(config, name) for name in _GEMMA_SETTINGS):
+        return ""
+    if parts == (*_LLAMA, "none", False):
+        if biases == {"qkv"}:
             return "qwen2"
         # Llama has biases on all four projections of attention or on none.
-        if norms == ("pre", "none") and biases & {"qkv", "out"} in (set(), {"qkv", "out"}):
-            return "llama"
-    if rotary and config.sliding_window and norms == ("pre", "none") and not biases:
-        return "mistral"
-    learned = plain and parts == ("learned", "layer", "gelu")
-    square = config.kv_heads == config.num_heads and usual_width
-    square = square and norms == ("pre", "none")
-    if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
-        return "gpt2"
-    raise _no_family()
-
-
-def _is_gpt_oss(config: DecoderConfig) -> bool:
-    others = [name for name in _GEMMA_SETTINGS if name != "full_attention_every"]
-    parts = (config.positions, config.norm, config.activation, config.norm_placement)
-    fits = parts == ("rotary", "rms", "clamped_swiglu", "pre") and config.qk_norm == "none"
-    fits = fits and config.attention_sinks and bool(config.num_experts and config.sliding_window)
-    fits = fits and config.full_attention_every > 0 and {"mlp", "router"} <= set(config.bias)
-    fits = fits and ("qkv" in config.bias) == ("out" in config.bias)
-    fits = fits and not (config.shared_expert_dim or config.dense_layers)
-    fits = fits and _architecture(config.routing) == Router()
-    return fits and not any(getattr(config, name) for name in others)
+        return "llama" if biases & {"qkv", "out"} in (set(), {"qkv", "out"}) else ""
+    if parts == ("learned", "layer", "gelu", "pre", "none", False):
+        is_square = config.kv_heads == config.num_heads and usual_width
+        return "gpt2" if is_square and biases == {"qkv", "out", "mlp"} else ""
+    if biases:
+        return ""
+    if parts == ("rotary", "rms", "swiglu", "post", "all", False):
+        return "olmo2" if usual_width else ""
+    if parts == (*_LLAMA, "head", False):
+        return "qwen3"
+    return "mistral" if parts == (*_LLAMA, "none", True) else ""
 
 
 def _sparse_family_of(config: DecoderConfig) -> str:
-    plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
-    parts = (config.positions, config.norm, config.activation, config.norm_placement)
-    routing = config.routing
-    usual = Router(scores="sigmoid", bias=True, **{n: getattr(routing, n) for n in _DOTS_ROUTER})
-    if _architecture(routing) == _architecture(usual):
-        norms = (config.qk_norm, config.shared_expert_gate)
-        width = config.shared_expert_dim
-        fits = plain and width and width % config.mlp_dim == 0
-        fits = fits and not (config.bias or config.sliding_window)
-        fits = fits and set(config.dense_layers) == set(range(len(config.dense_layers)))
-        if fits and parts == ("rotary", "rms", "swiglu", "pre") and norms == ("head", False):
-            return "dots1"
-        raise _no_family()
-    usual = Router(norm_topk=routing.norm_topk)
-    if _architecture(routing) != _architecture(usual):
-        raise _no_family()
-    if plain and parts == ("rotary", "rms", "swiglu", "pre") and config.shared_expert_dim:
-        is_qwen = config.bias == ["qkv"] and config.shared_expert_gate
-        if is_qwen and config.qk_norm == "none" and not config.sliding_window:
-            return "qwen2_moe"
-    elif plain and parts == ("rotary", "rms", "swiglu", "pre") and not config.bias:
-        usual_width = config.head_width * config.num_heads == config.d_model
-        if config.qk_norm == "none" and config.routing.norm_topk and not config.dense_layers:
-            return "mixtral"
-        if config.qk_norm == "head" and not config.sliding_window:
-            return "qwen3_moe"
-        is_uniform = not (config.sliding_window or config.dense_layers)
-        if config.qk_norm == "all" and usual_width and is_uniform:
-            return "olmoe"
-    raise _no_family()
+    """Return the family of a model with experts; "" if there is none."""
+    biases, qk_norm, window = set(config.bias), config.qk_norm, config.sliding_window
+    dense, width, router = config.dense_layers, config.shared_expert_dim, config.routing
+    training = ("bias_rate", "balance_loss", "balance_scope", "z_loss", "capacity_factor")
+    router = dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
+    gemma = [name for name in _GEMMA_SETTINGS if getattr(config, name)]
+    if config.attention_sinks:
+        fits = _parts(config) == ("rotary", "rms", "clamped_swiglu", "pre") and qk_norm == "none"
+        fits = fits and gemma == ["full_attention_every"] and bool(window)
+        fits = fits and {"mlp", "router"} <= biases and ("qkv" in biases) == ("out" in biases)
+        fits = fits and router == Router() and not (width or dense)
+        return "gpt_oss" if fits else ""
+    if gemma or _parts(config) != _LLAMA:
+        return ""
+    dots = Router(scores="sigmoid", bias=True, **{n: getattr(router, n) for n in _DOTS_ROUTER})
+    if router == dots:
+        fits = width > 0 and width % config.mlp_dim == 0 and not (biases or window)
+        fits = fits and (qk_norm, config.shared_expert_gate) == ("head", False)
+        return "dots1" if fits and set(dense) == set(range(len(dense))) else ""
+    if router != Router(norm_topk=router.norm_topk):
+        return ""
+    if width:
+        fits = biases == {"qkv"} and config.shared_expert_gate and not window
+        return "qwen2_moe" if fits and qk_norm == "none" else ""
+    if biases:
+        return ""
+    if qk_norm == "none":
+        return "mixtral" if router.norm_topk and not dense else ""
+    if qk_norm == "head":
+        return "" if window else "qwen3_moe"
+    usual_width = config.head_width * config.num_heads == config.d_model
+    return "olmoe" if usual_width and not (window or dense) else ""
 
 
 _DOTS_ROUTER = {
@@ -244,19 +249,6 @@ _DOTS_ROUTER = {
     "norm_topk": "norm_topk_prob",
 }
 """Our key of `model.router` -> that of dots.llm1."""
-
-
-def _architecture(router: Router) -> Router:
-    training = ("bias_rate", "balance_loss", "balance_scope", "z_loss", "capacity_factor")
-    return dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
-
-
-def _no_family() -> ConfigError:
-    return ConfigError(
-        "these model settings match none of the Hugging Face families "
-        f"{', '.join(_ARCHITECTURES)}, so they cannot be exported. "
-        "See configs/ for settings of these families."
-    )
 
 
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
@@ -410,18 +402,6 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
         ours |= {"activation": "clamped_swiglu", "attention_sinks": True}
         ours["full_attention_every"] = full_every(hf, family)
     return DecoderConfig(**ours | (_read_gemma(hf, family, width) if family in GEMMAS else {}))
-
-
-def _gemma_of(config: DecoderConfig) -> str:
-    parts = (config.positions, config.norm, config.norm_placement, config.activation)
-    if parts != ("rotary", "zero_centered_rms", "both", "geglu") or config.bias:
-        return ""
-    if not (config.scale_embeddings and config.full_attention_every and config.sliding_window):
-        return ""
-    local, capped = bool(config.local_rope_theta), bool(config.attention_softcap)
-    if (config.qk_norm, local) == ("none", False):
-        return "gemma2"
-    return "gemma3_text" if (config.qk_norm, local, capped) == ("head", True, False) else ""
 
 
 def _layer_types(config: DecoderConfig) -> list[str]:

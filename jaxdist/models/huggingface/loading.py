@@ -1,7 +1,7 @@
 """Load weights of a Hugging Face directory onto a mesh.
 
 Each process reads the shards of its devices in blocks of at most `BLOCK_BYTES`, and assembles
-larger shards on the device. Host memory holds only a few blocks; each byte is read about once.
+larger shards on the device. Host memory holds only a few blocks; a process reads a byte about once.
 """
 
 from __future__ import annotations

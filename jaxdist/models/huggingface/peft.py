@@ -54,7 +54,7 @@ _HARMLESS: dict[str, Any] = {
     "use_qalora": False,
     "velora_config": None,
 }
-"""Key -> the only supported value."""
+"""Key -> the only supported value besides null, [] and {}."""
 
 _IGNORED = {
     "fan_in_fan_out",  # the storage order of the base weights
@@ -177,21 +177,18 @@ def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
         for name in names.get(piece.name, ()):
             if name not in ranks:
                 continue
+            assert piece.layer is not None
+            array = f"{piece.name}/adapters/{name}"
             if name in experts:
-                assert piece.layer is not None
                 inner = ".base_layer" if name != experts[-1] else ""
                 module = f"model.layers.{piece.layer}.mlp.experts{inner}"
                 stacked = Source(module, piece.shape, piece.shape, tuple(range(len(piece.shape))))
-                array = f"{piece.name}/adapters/{name}"
                 yield AdaptedModule(array, module, piece.layer, stacked, 1, model.num_experts)
                 continue
             (source,) = (s for s in piece.sources if s.name.endswith(f".{name}.weight"))
-            assert piece.layer is not None
+            module = source.name.removesuffix(".weight")
             count = 2 if piece.name.endswith("/out") else 1
-            array = f"{piece.name}/adapters/{name}"
-            yield AdaptedModule(
-                array, source.name.removesuffix(".weight"), piece.layer, source, count
-            )
+            yield AdaptedModule(array, module, piece.layer, source, count)
 
 
 def token_tables(model: DecoderConfig, lora: LoraConfig) -> dict[str, str]:
@@ -240,7 +237,7 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
 
 
 def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
-    """Return our settings of an `adapter_config.json`; raises `ConfigError` for unknown ones."""
+    """Return our settings of an `adapter_config.json`; raises `ConfigError` if unsupported."""
     if not isinstance(peft, Mapping):
         raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
     problems = [

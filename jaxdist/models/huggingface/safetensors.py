@@ -1,9 +1,9 @@
 """Read and write safetensors files tensor by tensor.
 
-Hugging Face's library checks the headers; values are memory-mapped. We write files ourselves,
-because the library needs all tensors in memory; `write` streams them. A file has the length of its
-header (8 bytes, little endian), the header (JSON: name -> dtype, shape, offsets after the header),
-and the tensors in row-major order, without gaps.
+Hugging Face's library checks the headers. We write files ourselves, because the library needs all
+tensors in memory; `write` streams them. A file has the length of its header (8 bytes, little
+endian), the header (JSON: name -> dtype, shape, offsets after the header), and the tensors in
+row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
             if name in tensors:
                 raise ConfigError(
                     f"{directory}: {tensors[name].file.name} and {file} both have {name}. Remove "
-                    f"one of them, or add {INDEX}."
+                    f"one of them, or list it in {INDEX}."
                 )
             tensors[name] = tensor
     if missing := file_of.keys() - tensors.keys():

@@ -3,9 +3,8 @@
 Values are moved without arithmetic, so a round trip is exact.
 
 References:
-    The tensor names of Hugging Face transformers' dots.llm1, Gemma 2, Gemma 3, GPT2, gpt-oss,
-    Llama, Mistral, Mixtral, OLMo 2, OLMoE, Phi-3, Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE models, in
-    saved checkpoints.
+    The tensor names of the models of Hugging Face transformers in `families.FAMILIES`, in saved
+    checkpoints.
 """
 
 from __future__ import annotations
@@ -203,10 +202,7 @@ def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     if is_fused:
         gates = [Source("mlp.gate_up_proj.weight", (2 * mlp, d), (2, mlp, d), (2, 0, 1))]
     else:
-        gates = [
-            Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), (0, way, 0))
-            for way, name in enumerate(("gate", "up"))
-        ]
+        gates = _gates("mlp", ("gate_proj", "up_proj"), mlp, d)
     yield from of_layer("mlp/up", (d, 2, mlp), *gates, kind=kind)
     yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp), kind=kind)
     if "mlp" in config.bias:
@@ -251,21 +247,19 @@ def _experts(
     yield "mlp/down", (config.num_experts, mlp, d), downs
     if width := config.shared_expert_dim:
         shared = f"{module}.shared_experts" if family == "dots1" else f"{module}.shared_expert"
-        gates = [
-            Source(
-                f"{shared}.{name}.weight",
-                (width, d),
-                (width, d, 1),
-                (1, 2, 0),
-                (0, way, 0),
-            )
-            for way, name in enumerate((gate, up))
-        ]
-        yield "shared/up", (d, 2, width), gates
+        yield "shared/up", (d, 2, width), _gates(shared, (gate, up), width, d)
         last = _turned(f"{shared}.{down}.weight", d, width)
         yield "shared/down", (width, d), [last]
     if config.shared_expert_gate:
         yield "shared_gate", (d, 1), [_turned(f"{module}.shared_expert_gate.weight", 1, d)]
+
+
+def _gates(module: str, names: Sequence[str], width: int, d: int) -> list[Source]:
+    """Return the sources of [d, 2, width]: the products `names` of an MLP, gate and up."""
+    return [
+        Source(f"{module}.{name}.weight", (width, d), (width, d, 1), (1, 2, 0), (0, way, 0))
+        for way, name in enumerate(names)
+    ]
 
 
 def _gpt_oss_experts(

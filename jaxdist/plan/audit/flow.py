@@ -41,7 +41,7 @@ class Path:
 
 def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
     """Return the indices of the outermost program's results that carry the variables' values."""
-    reached = _forward(path.program, _variables(variables))
+    reached = _forward(path.program, variables_of(variables))
     for program, equation in reversed(path.around):
         outvars = equation.outvars
         reached = _forward(program, {outvars[i] for i in reached if i < len(outvars)})
@@ -52,13 +52,13 @@ def inputs_reached(
     path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
 ) -> set[int]:
     """Return the indices of the outermost program's arguments that the variables come from."""
-    reached = _backward(path.program, _variables(variables), through)
+    reached = _backward(path.program, variables_of(variables), through)
     for program, equation in reversed(path.around):
         # Skip operands that are not passed on: the index of a cond, the test constants of a while.
         first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
         invars = equation.invars[first.get(equation.primitive.name, 0) :]
         reached = _backward(
-            program, _variables(invars[i] for i in reached if i < len(invars)), through
+            program, variables_of(invars[i] for i in reached if i < len(invars)), through
         )
     return reached
 
@@ -75,7 +75,7 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
     """Yield the equations that compute a value, last first, including those inside loops."""
-    tracked = _variables([variable])
+    tracked = variables_of([variable])
     for equation in reversed(program.eqns):
         indices = [i for i, v in enumerate(equation.outvars) if _is(v, tracked)]
         if not indices:
@@ -89,7 +89,7 @@ def origins(program: Any, variable: Any) -> Iterator[Any]:
                     yield from origins(inner, inner.outvars[index])
         # The second operand of `after` only enforces an order (`core/collective_order.py`).
         made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
-        tracked |= _variables(made_of)
+        tracked |= variables_of(made_of)
 
 
 def _forward(program: Any, tracked: set[Any]) -> set[int]:
@@ -113,11 +113,11 @@ def _follow(
     for equation in equations:
         near, far = ends(equation)
         if equation.primitive.name in through and any(_is(v, reached) for v in near):
-            reached |= _variables(far)
+            reached |= variables_of(far)
     return reached
 
 
-def _variables(atoms: Iterable[Any]) -> set[Any]:
+def variables_of(atoms: Iterable[Any]) -> set[Any]:
     """Return the variables among the atoms; literals have no source and are not hashable."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 

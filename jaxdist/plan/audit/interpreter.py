@@ -1,7 +1,7 @@
 """Interpret a traced step abstractly: find sums that are missing or taken twice, per mesh axis.
 
 The program is the jaxpr inside `shard_map`. Each value has a state per axis (`states.py`); rules
-compute the states of an operation's results. Operations without a rule never raise an alarm.
+compute the states of an operation's results.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ States = tuple[int, ...]
 class Alarm:
     """An error over one axis; `path` locates the program that contains the equation.
 
-    `kind` is one of `step.Violation.kind`. `operand` is the incorrect variable; `text` describes
-    how it is used.
+    `kind` is as in `step.Violation`. `operand` is the incorrect variable; `text` describes how it
+    is used.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Interpreter:
         sum_dtypes: Iterable[Any] = (),
         token_states: dict[str, int] | None = None,
     ) -> None:
-        """Audit the mesh axes in `sizes`; reductions may use `sum_dtypes`, float32 or wider.
+        """Audit the mesh axes in `sizes`; reductions may use `sum_dtypes`, and 4 bytes or more.
 
         `token_states` are the states of `collectives.per_token` on axes that split a batch.
         """

@@ -30,16 +30,6 @@ from jaxdist.plan.audit.states import (
 )
 
 
-def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the state after a sum over `gone`: PARTIAL if all split dims go, VARYING if some."""
-    dims = dims_of(state)
-    if not set(dims) & set(gone):
-        return state
-    # jax also removes a dim of size 1 by a sum, which adds nothing.
-    adds_up = math.prod(shape[dim] for dim in dims) > 1
-    return PARTIAL if set(dims) <= set(gone) and adds_up else VARYING
-
-
 def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
     kept = [dim for dim in range(ndim) if dim not in gone]
     return moved(state, {dim: index for index, dim in enumerate(kept)})
@@ -49,7 +39,12 @@ def reduce_sum(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a sum: PARTIAL if all split dims are summed, VARYING if only some."""
     [state] = states
     axes, shape = equation.params["axes"], equation.invars[0].aval.shape
-    return _after_reduction(without(state, axes, shape), axes, len(shape))
+    dims = dims_of(state)
+    if not set(dims) & set(axes):
+        return _after_reduction(state, axes, len(shape))
+    # jax also removes a dim of size 1 by a sum, which adds nothing.
+    adds_up = math.prod(shape[dim] for dim in dims) > 1
+    return PARTIAL if set(dims) <= set(axes) and adds_up else VARYING
 
 
 def reduce_other(equation: Any, states: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from jaxdist.core.collective_order import COLLECTIVES
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import JAX, OWN
 from jaxdist.core.types import Model
-from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
+from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached, variables_of
 from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of
 from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -38,7 +38,7 @@ class Violation:
     Attributes:
         kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
             gather", "different order" or "dtype".
-        value: the parameter whose gradient is affected, or the type of the value.
+        value: the value, by its parameter if possible, else by its type.
         line: `file:line` in the model, else in the package; "" if unknown.
     """
 
@@ -78,8 +78,8 @@ class Audit:
         if not self.is_clean:
             return f"mesh audit: {len(self.violations)} violations over {over}"
         return (
-            f"mesh audit: {count} collectives over {over}, gradients of {self.num_parameters} "
-            f"parameters followed, no sum missing or taken twice ({self.seconds:.1f} s)"
+            f"mesh audit: {count} collectives over {over}, {self.num_parameters} parameters "
+            f"followed, no sum missing or taken twice ({self.seconds:.1f} s)"
         )
 
 
@@ -87,7 +87,7 @@ def text_of(audit: Audit) -> str:
     """Return a table of transfers, then the violations, then the result."""
     lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
     if any(transfer.at_most for transfer in audit.transfers):
-        lines += ["", "≤: upper bound; some are in branches that a stage takes only in some ticks."]
+        lines += ["", "≤: upper bound; some are in branches that devices may skip."]
     for violation in audit.violations:
         lines += ["", *wrap(str(violation), head="  ✗ ")]
     return "\n".join([*lines, "", audit.line()]).lstrip("\n")
@@ -98,16 +98,8 @@ def _rows(transfers: Iterable[Transfer]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [head]
     for one in transfers:
         most = "≤ " if one.at_most else ""
-        rows.append(
-            (
-                one.purpose,
-                one.kind,
-                "+".join(one.axes),
-                one.dtype,
-                f"{most}{one.times}",
-                most + in_bytes(one.num_bytes),
-            )
-        )
+        moved = f"{most}{one.times}", most + in_bytes(one.num_bytes)
+        rows.append((one.purpose, one.kind, "+".join(one.axes), one.dtype, *moved))
     return rows
 
 
@@ -121,8 +113,8 @@ def audit_program(
 ) -> Audit:
     """Return the audit of a jaxpr: of a step, of gradients (`make_value_and_grad`), or evaluation.
 
-    Reductions may also use `sum_dtypes`. Gradients must be reduced in `gradient_dtype` or wider.
-    On one device the audit is empty.
+    Reductions may use `sum_dtypes`, and those of gradients `gradient_dtype`; all may use 4 bytes or
+    more. On one device the audit is empty.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
@@ -236,14 +228,14 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
         line = next((other for other in model_lines if other and not is_own(other)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
     value = gradient or names.parameter(inputs_reached(path, [alarm.operand]))
+    value = value or f"a value {alarm.operand.aval.str_short()}"
+    return _violation(kind, alarm.axis, value, line, alarm.text)
+
+
+def _violation(kind: str, axis: str, value: str, line: SourceLine | None, text: str) -> Violation:
+    where, code = (str(line), line.text) if line else ("", "")
     return Violation(
-        kind=kind,
-        axis=alarm.axis,
-        value=value or f"a value {alarm.operand.aval.str_short()}",
-        line=str(line) if line else "",
-        code=line.text if line else "",
-        text=alarm.text,
-        fix=_FIXES[kind],
+        kind=kind, axis=axis, value=value, line=where, code=code, text=text, fix=_FIXES[kind]
     )
 
 
@@ -251,15 +243,8 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
     """Return the violation of a partial sum that leaves the step as if it were complete."""
     made = next((e for e in reversed(body.eqns) if variable in e.outvars), None)
     line = line_of(made) if made is not None else None
-    return Violation(
-        kind="omitted sum",
-        axis=axis,
-        value=name,
-        line=str(line) if line else "",
-        code=line.text if line else "",
-        text="leaves the step as a partial sum of each device",
-        fix=_FIXES["omitted sum"],
-    )
+    text = "leaves the step as a partial sum of each device"
+    return _violation("omitted sum", axis, name, line, text)
 
 
 def _narrow_gradients(
@@ -275,20 +260,9 @@ def _narrow_gradients(
         if not narrow or narrow[0] == expected or not axes:
             continue
         gradient = names.gradient(outputs_reached(path, equation.outvars))
-        if gradient is None:
-            continue
-        line = line_of(equation)
-        violations.append(
-            Violation(
-                kind="dtype",
-                axis=axes[0],
-                value=gradient,
-                line=str(line) if line else "",
-                code=line.text if line else "",
-                text=f"is summed in {narrow[0]}, precision.reduce_dtype is {expected}",
-                fix=_FIXES["dtype"],
-            )
-        )
+        if gradient is not None:
+            text = f"is summed in {narrow[0]}, precision.reduce_dtype is {expected}"
+            violations.append(_violation("dtype", axes[0], gradient, line_of(equation), text))
     return violations
 
 
@@ -407,19 +381,15 @@ def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int,
 
 
 def _needed(program: Any) -> list[Any]:
-    """Return the equations that the results depend on; the compiler removes the others."""
-    needed, used = [], set(filter(_is_variable, program.outvars))
+    """Return the equations that results or callbacks need; the compiler removes the others."""
+    needed, used = [], variables_of(program.outvars)
     for equation in reversed(program.eqns):
         # Axis names are effects too. All other effects are callbacks, which must run.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
         if acts or not used.isdisjoint(equation.outvars):
             needed.append(equation)
-            used |= set(filter(_is_variable, equation.invars))
+            used |= variables_of(equation.invars)
     return needed[::-1]
-
-
-def _is_variable(operand: Any) -> bool:
-    return not isinstance(operand, core.Literal)
 
 
 _MACHINERY = tuple(str(pathlib.Path(OWN, name)) for name in ("core", "plan", "run", "tools"))

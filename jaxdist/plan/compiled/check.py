@@ -58,12 +58,8 @@ class CompiledMemory:
     @property
     def total_bytes(self) -> int:
         """Argument + output − alias + temporary + workspace: the bytes that must fit."""
-        return (
-            self.argument_bytes
-            + (self.output_bytes - self.alias_bytes)
-            + self.temporary_bytes
-            + self.workspace_bytes
-        )
+        new = self.output_bytes - self.alias_bytes
+        return self.argument_bytes + new + self.temporary_bytes + self.workspace_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +128,7 @@ class CompiledStep:
 class NotCompiled:
     """The reason why the step was not compiled, and a fix.
 
-    `kind`: missing (the extra is not installed), refused (invalid settings), failed or timeout.
+    `kind`: missing (no compiler for this jax), refused (invalid settings), failed or timeout.
     """
 
     kind: Literal["missing", "refused", "failed", "timeout"]
@@ -205,16 +201,15 @@ def _ask(
         env=_environment(),
         start_new_session=True,  # so that killing it also ends its children
     )
-    code: int | None = None
     try:
         answer, log = process.communicate(json.dumps(request), timeout=timeout_s)
-        code = process.returncode
+        return process.returncode, answer, log
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         answer, log = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-    return code, answer, log
+        return None, answer, log
 
 
 def _environment() -> dict[str, str]:

@@ -47,10 +47,10 @@ class Collective:
 
     Attributes:
         axes: mesh axes that its groups span, slow to fast.
-        bytes: of the complete arrays of one group: before a reduce-scatter, after an
-            all-gather.
+        bytes: of the complete arrays of one group: before a reduce-scatter, after an all-gather.
         wire_bytes: bytes that one device sends per execution, with a ring algorithm.
-        count: executions per step; inside a branch, as if that branch were always taken.
+        count: executions per step; inside a branch, as if that branch were always taken; 0 for
+            further exchanges of experts.
         in_branch: inside a conditional, or a loop of `run_if`, so `count` is an upper bound.
         nodes: number of nodes that its widest group spans; 1 = within a node.
         overlapped: asynchronous: other instructions can run between start and end.
@@ -90,14 +90,14 @@ class _Site:
 def read_collectives(
     text: str, mesh: Mapping[str, int], *, gpus_per_node: int = 0
 ) -> list[Collective]:
-    """Return every collective of `compiled.as_text()` above `SCALAR_BYTES`; may raise `UnknownHLO`.
+    """Return the collectives of `compiled.as_text()` that move arrays of `SCALAR_BYTES` or more.
 
     `mesh` maps axis names, slow to fast, to sizes; devices are numbered in mesh order. Fast links
-    connect groups of `gpus_per_node` devices; 0 = all.
+    connect groups of `gpus_per_node` devices; 0 = all. Raises `UnknownHLO`.
     """
-    num_devices = math.prod(mesh.values())
     module, collectives = parse(text), []
     is_product = _product_finder(module)
+    per_node = gpus_per_node or math.prod(mesh.values())
     for site in _walk(module):
         shapes = [shape for shape in site.result.shapes if shape.num_bytes >= SCALAR_BYTES]
         groups, axes = groups_and_axes(site.inner, site.kind, mesh)
@@ -106,7 +106,6 @@ def read_collectives(
             continue
         factor = size if site.kind == "reduce-scatter" else 1
         total = factor * sum(shape.num_bytes for shape in shapes)
-        per_node = gpus_per_node or num_devices
         collectives.append(
             Collective(
                 kind=site.kind,
@@ -187,12 +186,11 @@ def trips_of(instruction: HloInstruction) -> int:
     """
     if f"/{ROUNDS}/" in instruction.op_name:
         return 0
-    match = _TRIPS.search(instruction.attributes)
-    if match is None and f"/{AT_MOST_ONCE}/" in instruction.op_name:
+    if match := _TRIPS.search(instruction.attributes):
+        return int(match[1])
+    if f"/{AT_MOST_ONCE}/" in instruction.op_name:
         return 1
-    if match is None:
-        raise UnknownHLO(f"a loop of unknown length: {instruction}")
-    return int(match[1])
+    raise UnknownHLO(f"a loop of unknown length: {instruction}")
 
 
 def _wrapped(

@@ -2,7 +2,7 @@
 
 Backward visits the layers in reverse, so it must read the last layer of a stack on the host first.
 The XLA:GPU compilers of jax 0.10.2 and 0.11.0 record the reverse order for the read, which gives
-wrong gradients without an error (openxla/xla#46231). Others drop the placement silently.
+wrong gradients without an error (openxla/xla#46231). Some others drop the placement silently.
 """
 
 from __future__ import annotations

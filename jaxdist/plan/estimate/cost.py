@@ -22,7 +22,7 @@ from jaxdist.plan.estimate.restart import JOIN_S_PER_GPU
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
-"""Failures of GPUs, hosts and network that stop a job (0.47 in Llama 3's training)."""
+"""Failures per day of GPUs, hosts and network that stop a job of 1,000 GPUs (0.47)."""
 
 STORAGE_BYTES_PER_S = 2e12
 """Most bytes/s of a storage system, however many nodes write: that of Llama 3's training."""
@@ -57,7 +57,7 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of a checkpoint: weights, averages and optimizer moments of all devices."""
+    """Return the bytes of a checkpoint: saved weights, averages and moments of all devices."""
     memory = estimate_memory(job)
     saved = job.trained if job.config.lora.rank else job.weights
     params = sum(weight.num_bytes * weight.size for weight in saved)
@@ -77,13 +77,9 @@ def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:
 
 
 def checkpoint_cost(
-    job: Job,
-    *,
-    failures_per_day: float,
-    storage_bytes_per_s: float,
-    restart_s: float,
+    job: Job, *, failures_per_day: float, storage_bytes_per_s: float, restart_s: float
 ) -> CheckpointCost:
-    """Return the cost of checkpoints at the best interval: the interval, and the lost time."""
+    """Return the cost of checkpoints at the best interval."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     # All processes agree before a checkpoint is complete; assumed as slow as joining.
@@ -115,7 +111,7 @@ def daly(cost_s: float, mean_s: float) -> float:
 
 
 def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float) -> float:
-    """Return the share of time without progress: saves, half an interval per failure, restarts."""
+    """Return the share of time without progress, at most 0.99: saves, repeated work, restarts."""
     if math.isinf(interval_s):
         return 0.0
     saving = cost_s / (interval_s + cost_s)

@@ -61,7 +61,7 @@ class Stages:
     """The cost of a pipeline schedule.
 
     Attributes:
-        report: what `simulate` would return, in closed form.
+        report: the result of `simulate`, in closed form.
         ticks: kind of action -> number of ticks with it. No tick has both kinds.
     """
 
@@ -73,10 +73,9 @@ class Stages:
 
 @functools.lru_cache(maxsize=1024)
 def stages_of(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> Stages:
-    """Return the cost of the schedule that training would use.
+    """Return the cost of training's schedule, `one_forward_one_backward`, for two stages or more.
 
-    The cost of `one_forward_one_backward` in closed form, for two stages or more; a search of
-    meshes has no time to simulate it.
+    It is in closed form, because a search of meshes has no time to simulate it.
     """
     p, m, v = num_stages, num_microbatches, num_virtual_stages
     group, position = divmod(m - 1, p)
@@ -110,9 +109,11 @@ _WITHOUT_TRAIN = ("copies", "layers", "layout", "outer", "trained", "_gathered_d
 class Job:
     """A run on a mesh of a cluster; `config.mesh.shape` is ignored.
 
-    `own_moment_bytes` of a device are those of a program's optimizer, None = that of the settings.
-    If `packed` is None, the settings determine it. If `check` is None, cuDNN's kernel is assumed to
-    pass its check.
+    Attributes:
+        packed: whether rows are packed; None = as the settings state.
+        check: that of cuDNN's kernel; None = assumed to pass.
+        own_moment_bytes: of an optimizer passed from Python, per device; None = that of the
+            settings.
     """
 
     config: RunConfig

@@ -4,7 +4,7 @@ A phase lists the arrays that are alive at the same time, as read from the buffe
 GPU compiler (`scripts/bench/results/plan_memory.md`).
 
 The CUDA context, NCCL's buffers and CUDA graphs are not counted, as in the compiler: XLA's memory
-fraction leaves a share of the GPU to them. Of this fraction, `usable_bytes` keeps `MARGIN` free.
+fraction leaves a share of the GPU to them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 
 def moment_bytes(job: Job) -> float:
-    """Return the bytes of the optimizer's state, on one device or offloaded to its host."""
+    """Return the bytes of one device's share of the optimizer's state, also if it is offloaded."""
     if job.own_moment_bytes is not None:
         return job.own_moment_bytes
     if job.config.optim.moment_dtype != "int8" and job.config.optim.optimizer in ("adamw", "lion"):
@@ -269,7 +269,7 @@ def _layer(job: Job) -> Parts:
     return {
         "gathered weights": one_layer + _transposed_table(job),
         "dequantized weights": job.compute_bytes * max(dense, default=0) / depth,
-        "whole gradients": WIDE * job.total(gathered, "gathered") / depth,
+        "unreduced gradients": WIDE * job.total(gathered, "gathered") / depth,
         "activations": costs_of(job).working(),
         "fetched activations": 2 * costs_of(job).offloaded_per_layer(),  # on their way, and used
     }
@@ -289,7 +289,7 @@ def _updates(job: Job) -> dict[str, Parts]:
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
     phases: dict[str, Parts] = {"update": {**reduced, **new}}
     if size := matrix_bytes(job):
-        phases["orthogonalisation"] = {**reduced, "whole matrices": size}
+        phases["orthogonalization"] = {**reduced, "complete matrices": size}
     return phases
 
 

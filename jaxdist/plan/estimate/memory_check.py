@@ -95,7 +95,7 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Raise `ConfigError` if the estimate exceeds the limit by `TOLERANCE`, or host memory."""
+        """Raise `ConfigError` if the run surely exceeds the limit, or exceeds host memory."""
         self._check_host()
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) > self.limit_bytes:
@@ -236,7 +236,7 @@ def _cluster_of(
 
 
 def _unknown_gpu(device: Any, limit: float, peak_tflops: float) -> Gpu:
-    """Return an H100's data for a GPU without catalog entry, scaled to `peak_tflops` if set."""
+    """Return a GPU without catalog entry: an H100, with its memory, and `peak_tflops` if set."""
     h100 = GPUS["h100"]
     scale = peak_tflops * 1e12 / h100.peak_flops["bfloat16"] if peak_tflops else 1.0
     return dataclasses.replace(

@@ -54,11 +54,8 @@ class ModelCosts:
     def __init__(self, job: Job):
         self.job = job
 
-    def flops_per_token(self, convention: str) -> float:
-        """Return the FLOPs of one token or image, forward and backward.
-
-        The `convention`, "causal" or "full", applies only to attention of a decoder.
-        """
+    def flops_per_token(self) -> float:
+        """Return the useful FLOPs of one token or image, forward and backward."""
         cost = self.job.everything_kept
         total = self.job.model.num_layers * cost.layer.flops + cost.rest.flops
         return 3 * total / self.job.seq_len
@@ -139,7 +136,6 @@ _RECOMPUTED_UNROLLED = 0.75
 """Memory traffic of recomputation in unrolled layers, as a share of forward's, from the compiled
 1.7B model: "dots" takes 12 ms more than "none"."""
 
-
 _EXPERT_PASSES = 3
 """Passes over the rows of experts: sorted, exchanged or copied, and added up. Not measured."""
 
@@ -162,17 +158,15 @@ class DecoderCosts(ModelCosts):
         # Scores have few columns, and are not split.
         self.columns = shape.columns // tensor if shape.columns == shape.vocab else shape.columns
 
-    def flops_per_token(self, convention: str) -> float:
-        """Return the FLOPs of one token, forward and backward, without padding of the head."""
+    def flops_per_token(self) -> float:
+        """Return the useful FLOPs of one token, with causal attention and the unpadded head."""
         job, shape = self.job, self.shape
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer = shape.d_model * (2 * queries + 2 * keys + shape.up + shape.hidden)
         columns = min(shape.columns, job.model.vocab_size) * (shape.columns == shape.vocab)
         num_layers = sum(job.layers_by_window.values())
         products = num_layers * layer + columns * shape.d_model
-        full = {w: min(job.seq_len, w or job.seq_len) * n for w, n in job.layers_by_window.items()}
-        causal = num_layers * sum(attention.keys_by_window(job).values())
-        seen = causal if convention == "causal" else sum(full.values())
+        seen = num_layers * sum(attention.keys_by_window(job).values())
         return 6.0 * products + 12.0 * queries * seen
 
     def forward(self) -> Work:

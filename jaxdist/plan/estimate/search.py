@@ -1,8 +1,8 @@
 """Search the best mesh and settings for a run on a cluster, with reasons against other meshes.
 
-Every mesh of the GPUs is checked by the rules of training. On each legal mesh the search varies
-remat, the ZeRO stage, microbatches, the pipeline's gathers and virtual stages, and the
-context-parallel exchange. It never changes the global batch, the model or the optimizer.
+On each mesh that passes the rules of training, the search varies remat, the ZeRO stage,
+microbatches, the pipeline's gathers and virtual stages, and the context-parallel exchange. It never
+changes the global batch, the model or the optimizer. Short rows are not split over `context`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ _MAY_CHANGE = (
     *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
     "precision.compute_dtype",
 )
-"""Settings that the search may change, besides the ZeRO stage and the pipeline's settings."""
+"""Settings in which candidates may differ, besides those of mesh and pipeline."""
 
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
-    """Return flag -> value of the settings that the search may change."""
+    """Return flag -> value of the settings in which candidates may differ."""
     settings = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
     pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
     exchange = {"mesh.context_attention": config.mesh.context_attention}
@@ -102,7 +102,8 @@ CONTEXT_FROM = 16_384
 class SearchResult:
     """Best candidate of each legal mesh: those that fit, by speed; then the others, by memory.
 
-    `refused` maps each illegal mesh to the first rule that it violates.
+    Speed counts less the more complex a mesh is (`_COMPLEXITY_COST`). `refused` maps each illegal
+    mesh to the first rule that it violates.
     """
 
     choices: tuple[Candidate, ...]
@@ -112,16 +113,12 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate that fits; None if none fits."""
+        """The first candidate; None if it does not fit, and so none does."""
         return self.choices[0] if self.choices and self.choices[0].fits else None
 
 
 def search(
-    config: RunConfig,
-    cluster: Cluster,
-    model: Model | None = None,
-    *,
-    stages: bool = True,
+    config: RunConfig, cluster: Cluster, model: Model | None = None, *, stages: bool = True
 ) -> SearchResult:
     """Return the best settings on each legal mesh of a cluster; `stages=False` = no pipelines."""
     start = time.perf_counter()

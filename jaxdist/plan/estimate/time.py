@@ -204,11 +204,11 @@ _ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention backward relative to forward: five products instead of two."""
 
 
-def model_flops_per_token(job: Job, convention: str = "causal") -> float:
+def model_flops_per_token(job: Job) -> float:
     """Return the useful FLOPs per token or image, forward and backward, as counted in the MFU."""
     if job.model.flops_per_token:
-        return float(job.model.flops_per_token.get(convention, 0.0))
-    return costs_of(job).flops_per_token(convention)
+        return float(job.model.flops_per_token.get("causal", 0.0))
+    return costs_of(job).flops_per_token()
 
 
 def layer_backward(job: Job) -> Work:
