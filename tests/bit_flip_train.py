@@ -31,8 +31,8 @@ def flips_a_bit(track_compiles, position, at, bit):
     """Return `Monitor.track_compiles` whose steps flip a bit of the head after step `at`."""
     done = []
 
-    def damaged(self, function, name=None):
-        inner = track_compiles(self, function, name)
+    def damaged(self, tracker):
+        inner = track_compiles(self, tracker)
 
         def step(state, *rest):
             state, metrics = inner(state, *rest)

@@ -278,7 +278,7 @@ def test_changed_static_argument_is_reported():
 
 def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     monitor = make_monitor(tmp_path)
-    step = monitor.track_compiles(jax.jit(lambda x: x + 1), "train_step")
+    step = monitor.track_compiles(CompileTracker(jax.jit(lambda x: x + 1), name="train_step"))
     step(jnp.ones(4))
     assert events(monitor, "recompile") == []
     step(jnp.ones(5))

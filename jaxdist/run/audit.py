@@ -91,10 +91,7 @@ def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
 
 
 def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
-    """Return the audit of a run's step; raise `ConfigError` if it has violations.
-
-    It is made before the step is compiled; see `audit_parts`.
-    """
+    """Return the audit of a run's step (`audit_parts`); raise `ConfigError` for violations."""
     audit = audit_parts(parts, fields)
     if not audit.is_clean:
         raise ConfigError(
@@ -110,8 +107,8 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
     """Compare one step of a small copy of the run on its mesh with one device.
 
-    Return the mesh if both are equal; "" if nothing was compared, with a log line. Raise
-    `ConfigError` if they differ. `make_model`, seq_len -> model, replaces that of the settings.
+    Return the mesh if both are equal; "" (and log why) if nothing was compared. Raise `ConfigError`
+    if they differ. `make_model`, seq_len -> model, replaces the model of the settings.
     """
     config, data = _on(parts.config, parts.spec), parts.config.data
     text = text_fields(parts.config.train.seq_len, packed=data.packs_documents)
@@ -267,7 +264,7 @@ def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
-    """Return rows [global_batch_size, ...] of `fields`, mostly random; about 1 weight in 5 is 0."""
+    """Return rows [global_batch_size, ...] of `fields`, mostly random; about 1 float in 5 is 0."""
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}

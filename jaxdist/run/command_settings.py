@@ -23,7 +23,7 @@ class CheckpointSettings(DeviceSettings):
     """A checkpoint of a run, a choice of raw or averaged weights, and the devices."""
 
     run: str = setting("", "run directory, or one of its checkpoints", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
+    step: int = setting(-1, "step of the checkpoint; -1 = the path's, or the newest valid", ge=-1)
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
         "ema = moving average of the weights, raw = as trained, auto = the average if the run has "

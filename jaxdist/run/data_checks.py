@@ -17,7 +17,7 @@ from jaxdist.settings import ConfigError
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset with the rows of each example in sequence; a stream is unchanged."""
+    """Return the dataset with the rows of each example together; a user's stream is unchanged."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 
@@ -81,7 +81,7 @@ log = logging.getLogger("jaxdist")
 def with_steps(config: RunConfig, data: Any) -> RunConfig:
     """Return the settings with `train.steps` instead of `train.epochs`, if that is set.
 
-    `data` are the training data. Raises `ConfigError` for a stream, which has no end.
+    `data` are the training data. Raises `ConfigError` for a stream.
     """
     train = config.train
     if not train.epochs:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows, each row of each set once, and early stopping by its loss."""
+"""Evaluation on held-out rows, and early stopping by its loss."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the mean loss in nats and other metrics, for text also perplexity and bits per byte.
+    """Return the mean loss in nats and other metrics, by name.
 
     `unit` is the key of the total weight. With named sets, `NAME/loss` ... are the metrics of each
-    set, and those without a name are the metrics of the first set. The last batch may be ragged
-    (its padding has weight 0). `params` are sharded as in training. `max_batches` of each set are
-    spread over it; 0 = every row once. Each batch is followed by a call of `on_batch`. Raise
-    `NoLabels` if all weights of a set are 0.
+    set, and those without a name are the metrics of the first set. `params` are sharded as in
+    training. `max_batches` of each set are spread over it; 0 = every row once. Each batch is
+    followed by a call of `on_batch`. Raise `NoLabels` if all evaluated weights of a set are 0.
     """
     results: dict[str, float] = {}
     for name, rows in dataset.sets().items():
@@ -91,10 +90,7 @@ def _sums(
 
 @jax.jit
 def _count_bytes(sizes: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the sum of bytes × weight over targets [batch, seq]; float32 [].
-
-    `sizes` [vocab] are the bytes of each token.
-    """
+    """Return the sum of bytes (`sizes` [vocab]) × weight over targets [batch, seq]; float32 []."""
     return jnp.sum(sizes[targets] * weights)
 
 
@@ -125,7 +121,6 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int):
-        """Start with no evaluations recorded."""
         self._patience, self._lowest, self._num_worse = patience, math.inf, 0
 
     @property

@@ -38,16 +38,15 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class ExitReason(enum.StrEnum):
     """Exit reason in summary.json and in the `end` event, with the exit code of the process.
 
-    A killed process writes neither. If the watchdog ends a process (exit code 86), the reason is in
-    `logs/abort.json`.
+    A process that is killed or ended by the watchdog (86, see `logs/abort.json`) writes neither.
     """
 
     FINISHED = "finished"  # 0: all steps are done, and the last state is saved
-    PREEMPTED = "preempted"  # 75: a signal requested the end (also Ctrl-C), after a save
+    PREEMPTED = "preempted"  # 75: a signal, Ctrl-C or spot notice requested the end, after a save
     STOPPED_BY_CALLBACK = "stopped_by_callback"  # 0: a callback requested the end, after a save
     STOPPED_EARLY = "stopped_early"  # 0: the evaluation loss no longer falls, see eval.patience
-    INTERRUPTED = "interrupted"  # 130: a second Ctrl-C, without a save
-    NONFINITE_LOSS = "nonfinite_loss"  # 87: NaN or Inf, see resilience.nonfinite_policy
+    INTERRUPTED = "interrupted"  # 130: Ctrl-C, without a save
+    NONFINITE_LOSS = "nonfinite_loss"  # 87: NaN or Inf in loss, gradients or parameters
     LOSS_SPIKE = "loss_spike"  # 87: under resilience.spike_policy
     SDC = "sdc"  # 85: silent data corruption, under resilience.sdc_policy
     CHECKPOINT_FAILURE = "checkpoint_failure"  # 1: the last save was not committed

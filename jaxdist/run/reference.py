@@ -33,7 +33,7 @@ log = logging.getLogger("jaxdist")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithColumns:
-    """Rows of a part of the data, with further fields: name -> float32 [num_rows]."""
+    """Rows of a part of the data, with further fields (`columns`): name -> float32 [num_rows]."""
 
     part: Part
     columns: dict[str, np.ndarray]
@@ -50,7 +50,7 @@ class WithColumns:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the part without the further fields, which other settings determine."""
+        """Digest of the part without the further fields."""
         return self.part.fingerprint
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
@@ -62,8 +62,8 @@ class WithColumns:
 def with_reference(parts: Parts, *datasets: Any) -> tuple[Any, ...]:
     """Return the datasets with log-probabilities by the reference model, if they are needed.
 
-    Every process of the job must call it. It also stores the digest of the weights in
-    `parts.base`, with which a resume is compared.
+    Collective. It also stores the digest of the weights in `parts.base`, with which a resume is
+    compared.
     """
     if not parts.config.precomputes_reference:
         return datasets

@@ -2,7 +2,7 @@
 
 | verdict | replays | check |
 |---|---|---|
-| data | bad each time, good if the next batch replaces it | the rows of the batch |
+| data | bad each time, good with the next batch | the rows of the batch |
 | deterministic | bad each time, also with the next batch | learning rate, precision, the code |
 | transient | good, or different each time | the devices, their memory and links |
 
@@ -80,9 +80,8 @@ def verdict(
 ) -> str:
     """Return whether data, arithmetic or devices caused the step's result, in one line.
 
-    `is_bad` returns whether a result is as bad as the recorded one. For a step without an anomaly
-    it returns whether both are equal. `following` is a replay with the next batch; None for a step
-    without an anomaly.
+    `is_bad` returns whether a result is as bad as the recorded one; for a step without an anomaly,
+    whether both are equal. `following` is a replay with the next batch; then it is None.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
@@ -190,7 +189,7 @@ def state_before(
 ) -> tuple[TrainState, Loader, int]:
     """Return the state and the loader before a step, and the step of the checkpoint in use.
 
-    Steps after the newest valid checkpoint before `step` are repeated. 0 = a new state.
+    Steps after the newest valid checkpoint before `step` are repeated. 0 = none: a new state.
     """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)

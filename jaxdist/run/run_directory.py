@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.run.metrics_log import RecordWriter, decode, encode
+from jaxdist.run.metrics_log import decode, encode
 from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.settings import ConfigError
@@ -17,7 +17,7 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
-"""Settings of a single start, which do not affect training."""
+"""Settings of a single start, which are not settings of the run."""
 
 
 class RunDirectory:
@@ -25,7 +25,7 @@ class RunDirectory:
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
     deep audit of a custom model, else "". `objective`: names of the objects that a Python program
-    passed to this start, else "". `compiled`: mesh, device kind and remat policy of its program.
+    passed to this start, else "". `compiled`: see `Parts.compiled`; {} if not compiled to a budget.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
@@ -47,7 +47,7 @@ class RunDirectory:
     def open(
         cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
-        """Return the directory, created if needed; change no file. `path` is equal everywhere.
+        """Return the directory, created if needed; change no file.
 
         Raise ConfigError if a run exists and `resume` is False, or if the path is a file or not
         writable. Raise FileNotFoundError if the directory existed when the launcher started but is
@@ -162,12 +162,6 @@ class RunDirectory:
         """Write summary.json, replacing the file of an earlier start."""
         if self.is_writer:
             self.summary.write(encode(record, indent=2) + "\n")
-
-    def open_metrics(self, *, is_held: bool = False) -> RecordWriter:
-        """Return a writer that appends to metrics.jsonl; for process 0 only."""
-        if not self.is_writer:
-            raise ValueError("only process 0 writes metrics.jsonl")
-        return RecordWriter(self.metrics, is_held=is_held)
 
 
 def new_run_path(name: str) -> Location:

@@ -53,8 +53,8 @@ log = logging.getLogger("jaxdist")
 class StepActions:
     """Actions due between two steps; falsy if there are none.
 
-    `leave`: save and end the run early. `trace`: a profiler trace starts or ends here, on this
-    process. `last`: this was the last step.
+    `leave`: save and end the run early. `trace`: a profiler trace starts or ends on this process.
+    `last`: this was the last step.
     """
 
     evaluate: bool = False
@@ -149,7 +149,7 @@ class Session:
             announce(self.parts, self.train_data, self.monitor, self.budget)
             # On CPU devices a dispatch waits for the previous step.
             self.timer = StepTimer(blocking_dispatch=parts.plan.platform == "cpu")
-            self.train_step = self.monitor.track_compiles(self.train_step, "train step")
+            self.train_step = self.monitor.track_compiles(self.train_step)
             self._train_steps = {id(self.parts): self.train_step}
             if self._compiled:
                 self._finish_preflight()
@@ -200,10 +200,7 @@ class Session:
         )
 
     def start_steps(self) -> None:
-        """Start the watchdog's compile phase, and start or end a due trace, before the first step.
-
-        Call it at the start and after a rollback.
-        """
+        """Prepare for the first step of the start, or after a rollback."""
         self.forward_events()
         self.watchdog.enter("compile", self.step)
         self._checked_step = self.step + FIRST_STEPS
@@ -218,8 +215,8 @@ class Session:
     def dispatch(self, batch: Batch) -> Metrics:
         """Dispatch the train step for a batch of arrays [global_batch_size, ...].
 
-        Return its metrics by name, replicated scalars [] that the devices still compute. The first
-        call may compile, and call number `FIRST_STEPS` waits for the devices.
+        Return its metrics by name, replicated scalars [] that the devices still compute. Some calls
+        compile or wait for the devices.
         """
         limit = self.guard.update_limit(self.step + 1)
         if (stage := self.parts.in_stage(self.step)) is not self.stage:
@@ -238,7 +235,7 @@ class Session:
     def _start_stage(self, stage: Parts, batch: Batch, limit: float) -> None:
         """Train with batches of another shape from now on; compile their step at its first use."""
         self.stage = stage
-        shape = batch_shape(stage.config.train)
+        shape = batch_shape(stage.config.train, stage.model.unit)
         text = f"batches of {shape} from step {self.step + 1} on"
         self.monitor.event("batch_stage", step=self.step, message=text)
         if id(stage) not in self._train_steps:
@@ -306,7 +303,7 @@ class Session:
             self.monitor.profiler.turn(self.step + 1)
 
     def evaluate(self, max_batches: int) -> dict[str, float]:
-        """Evaluate `eval.tasks`, and `max_batches` of held-out rows (0 = every row once).
+        """Evaluate `eval.tasks`, and `max_batches` of each held-out set (0 = every row once).
 
         Return the metrics; {} without tasks and rows, or if a set has no labels. If
         `eval.sample` is "always", also generate a sample.
@@ -422,7 +419,7 @@ class Session:
             self.monitor.event(name, level=level, quiet=True, **fields)
 
     def leave(self) -> int:
-        """Save and end the run early; return 75 after a signal, 0 after a callback.
+        """Save and end the run early; return 0 if a callback requested it, else 75.
 
         Return 1 if the save failed.
         """

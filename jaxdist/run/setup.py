@@ -1,7 +1,6 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
-Training, evaluation, generation and replay all use it. Nothing is compiled, except if cuDNN's
-kernel is compared with the reference.
+Training, evaluation, generation and replay all use it.
 """
 
 from __future__ import annotations
@@ -154,10 +153,7 @@ class Parts:
         return MomentFiles.of(groups, self.config.train.offload_directory)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
-        """Return the estimated memory of one GPU and its limit; None on CPUs.
-
-        `host_of` is as in `assemble`.
-        """
+        """Return the estimated memory of one GPU and its limit; None on CPUs."""
         own = None
         if self.has_own_optimizer:
             leaves = jax.tree.leaves(self.abstract_state().opt_state)
@@ -168,10 +164,7 @@ class Parts:
         )
 
     def in_stage(self, num_steps: int) -> Parts:
-        """Return the parts for the step that follows `num_steps` steps; their `step` is kept.
-
-        They have the settings of its stage and share everything else.
-        """
+        """Return the parts for the step after `num_steps` steps, in its stage of the schedules."""
         train = self.config.train
         stage = stage_at(train.stages, num_steps)
         if stage.shape == (train.global_batch_size, train.seq_len):
@@ -203,7 +196,7 @@ class Parts:
 
     @property
     def compiled(self) -> dict[str, Any]:
-        """Return mesh and kind of device as text, and the remat policy chosen by cost (or None)."""
+        """Mesh and kind of device as text, and the remat policy chosen by cost (or None)."""
         device = self.devices[0].device_kind
         return {"mesh": str(self.spec), "device": device, "policy": self.remat}
 
@@ -224,7 +217,7 @@ class Parts:
 
     @property
     def pipeline_schedule(self) -> Schedule | None:
-        """The pipeline schedule of one step; None without stages."""
+        """The pipeline schedule of one step; None without a pipeline."""
         if self.spec[PIPELINE] == 1:
             return None
         return self.plan.pipeline.make_schedule(
@@ -373,7 +366,7 @@ class Parts:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the rows that the model reads; by default text, packed as in the settings."""
+        """Fields of the rows that the model reads, by the settings of records and packing."""
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
         data, seq_len = self.config.data, self.config.train.seq_len
         if data.has_single_rows:
@@ -541,10 +534,7 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
-    """Return parts and memory budget with kernel and remat policy chosen for rows of `fields`.
-
-    The budget is None without a GPU.
-    """
+    """Return parts and budget (None without one) with kernel and remat policy for these fields."""
     parts = compare_kernel(parts, fields)  # first, because the choice of remat "auto" depends on it
     if budget is None:
         return parts, None

@@ -71,7 +71,7 @@ def _earlier_starts(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def check_objects(config: RunConfig, program: Program) -> None:
-    """Reject a resume whose objective, optimizer or schedule is another object than the run's."""
+    """Reject a resume whose objective, optimizer or schedule has another name than the run's."""
     starts = _earlier_starts(config) if config.resume != "never" else []
     before, now = (starts[0].get("objective", "") if starts else None), program.object_names
     if before not in (None, now):
@@ -122,7 +122,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 def fetch_weights(config: RunConfig) -> None:
     """Download initial weights from the hub before a watchdog or another process waits for them.
 
-    A resumed run needs them only next to adapters.
+    For a resumed run, only next to adapters.
     """
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
@@ -301,7 +301,7 @@ def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
 
 
 def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:
-    """Log the header of a run: devices, mesh and its reason, model, batch."""
+    """Log warnings about the settings, and the header of a run."""
     config, model = parts.config, parts.model
     for remark in config.remarks(has_own_schedule=parts.has_own_schedule):
         log.warning("%s", remark)
@@ -323,7 +323,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     )  # fmt: skip
     if len(config.train.stages) > 1:
         shapes = (
-            f"{batch_shape(config.train.in_stage(stage))} after step {stage.first_step}"
+            f"{batch_shape(config.train.in_stage(stage), model.unit)} after step {stage.first_step}"
             for stage in config.train.stages
         )
         notes.append(f"batches of {', '.join(shapes)}; the estimates are for the largest")
@@ -375,9 +375,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     monitor.header(facts)
 
 
-def batch_shape(train: TrainConfig) -> str:
-    """Return rows and length of the batches of a stage as text."""
-    return f"{train.global_batch_size} rows of {train.seq_len} tokens"
+def batch_shape(train: TrainConfig, unit: str) -> str:
+    """Return the number of rows of a batch, for a model of tokens also their length, as text."""
+    length = f" of {train.seq_len} tokens" if unit == "tokens" else ""
+    return f"{train.global_batch_size} rows{length}"
 
 
 def _passes(config: RunConfig, data: TrainData) -> str:
@@ -388,7 +389,8 @@ def _passes(config: RunConfig, data: TrainData) -> str:
 
 
 def _precision(parts: Parts) -> str:
-    compute = f"{parts.plan.compute_dtype} compute, float32 parameters"
+    trained = "trained " if parts.has_adapters else ""
+    compute = f"{parts.plan.compute_dtype} compute, float32 {trained}parameters"
     name = parts.plan.matmul_dtype
     if not name:
         return compute

@@ -161,7 +161,7 @@ class StepReporter:
     def stop(self, kind: str, text: str) -> NoReturn:
         """Finish the pending save, write the summary and raise `Stopped`.
 
-        Non-finite parameters are never saved, so those in the newest checkpoint are finite.
+        Non-finite parameters are never saved: those in the newest checkpoint are finite.
         """
         self.checkpointer.wait()
         steps = self.checkpointer.steps()

@@ -124,7 +124,7 @@ def _manager(tasks: Sequence[str], task_folder: str) -> Any:
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ConfigError(
             f"tasks={', '.join(unknown)}: the harness has no such task. List them with "
-            "`lm-eval ls tasks`, or name a folder of task files in --task-folder."
+            "`lm-eval ls tasks`, or name a folder of task files in task_folder."
         )
     return manager
 

@@ -1,7 +1,7 @@
 """The teacher of distillation: another model that adds its predictions to each batch.
 
 Its weights are frozen, sharded over the run's mesh by the same rules, and not part of checkpoints.
-A program of their own computes the predictions before each train step.
+A program of its own computes the predictions for each batch of training and evaluation.
 """
 
 from __future__ import annotations

@@ -205,10 +205,10 @@ _BUCKET = 64
 
 
 class Decoder:
-    """A model with its weights that continues prompts; compiles once per bucket of lengths.
+    """A model with its weights that continues prompts; compiles for each shape of padded prompts.
 
-    The model has `decoding`. `params`, float32, are sharded over the mesh as in training. Products
-    use the compute dtype of the plan.
+    The model has `decoding`. `params` are sharded over the mesh as in training. Products use the
+    compute dtype of the plan.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Decoder:
         def decode(
             params: Params, cache: Any, tokens: Array, positions: Array
         ) -> tuple[Array, Any]:
-            # Products cast their weights to the compute dtype; `params` stay float32.
+            # Products cast their weights to the compute dtype; `params` keep theirs.
             return self._decoding.step(params, cache, tokens, positions, context)
 
         if plan.orders_collectives:

@@ -75,8 +75,8 @@ class TrainedRun:
         if chosen not in steps:
             existing = ", ".join(map(str, steps))
             raise ConfigError(
-                f"run {self.path} has no valid checkpoint{'' if step is None else f' {step}'}; "
-                f"valid: {existing}. Name one of these, or omit --step for the newest."
+                f"run {self.path} has no valid checkpoint{'' if step is None else f' {step}'}. It "
+                f"has {existing}: name another of these, or omit --step for the newest valid one."
             )
         own = self.parts.config
         if step is None and chosen != steps[-1]:  # a damaged checkpoint is newer
@@ -91,7 +91,7 @@ class TrainedRun:
         return LoadedWeights(params, chosen, stored_kind)
 
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
-        """Return all rows of `sources`; None or [] = of the run's held-out sources.
+        """Return all rows of `sources`; None or [] = the run's held-out rows.
 
         A run imported without a tokenizer uses the tokenizer of a token folder.
         """
@@ -155,10 +155,9 @@ def open_run(
     """Return a run, opened to evaluate or generate on any mesh, device count or machine.
 
     `path` may be a checkpoint inside the run. The settings come from it, from the checkpoint
-    of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the
-    real devices; `train` replaces settings of that section; `repeats_steps` keeps the schedules of
-    batches, which may be illegal on another mesh; `model`, `objective` and `rows` are as
-    in `Program`.
+    of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the real
+    devices; `train` replaces settings of that section; `repeats_steps` keeps the schedules of
+    batches, which may be illegal on another mesh. The others are as in `Program`.
     """
     run, named = run_at(path)
     config = settings_of_run(run, step if named is None else named)

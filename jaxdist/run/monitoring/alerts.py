@@ -1,4 +1,4 @@
-"""Warnings of a run: NaN, a slow data loader, stragglers, recompilations, unused experts."""
+"""Warnings of a run, such as skipped steps, a slow data loader, stragglers, unused experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINES_PER_COMPARISON = 5  # console lines between two comparisons of the proces
 
 
 class Alerts:
-    """Warns about bad metrics once per episode; with `compares`, also about slow processes."""
+    """Warns about steps, times and compilations; with `compares`, also about slow processes."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class ExpertLoads:
             self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value, np.float64)
 
     def report(self, step: int) -> None:
-        """Log the loads since the last report, per layer; warn once about each unused expert."""
+        """Record the loads since the last report; warn once of drops and of each unused expert."""
         if not self._num_steps or not np.sum(self._counts):
             return
         loads = self._counts / self._counts.mean(1, keepdims=True)

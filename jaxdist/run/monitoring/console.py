@@ -1,4 +1,4 @@
-"""Text of the console: the header, the step lines, the closing block; `plain` removes colors."""
+"""Text of the console: the header, the lines of steps and evaluations, the closing block."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def step_line(
 ) -> str:
     """Return one aligned line for a step, from its record in metrics.jsonl.
 
-    If the line exceeds 80 columns (120 with several devices), numbers are dropped in the
-    order of their priority: first the step time, then `metrics` (names that the model added), then
-    the learning rate.
+    If the line exceeds 80 columns (120 with several devices), numbers are dropped: first the step
+    time, then those of `metrics` that the model added, then the learning rate.
     """
     short = UNITS.get(unit, unit)
     wide = num_devices > 1
@@ -247,7 +246,7 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines on why devices were busy, or steps took, under 80 % of the time; else []."""
+    """Return lines that explain if devices were busy, or steps took, under 80 % of the time."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:

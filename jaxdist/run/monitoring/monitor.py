@@ -33,22 +33,19 @@ SUMMARY_S = 60.0
 """Time limit for writing summary.json. A run without it counts as failed and is restarted."""
 
 TOTALS_INTERVAL_STEPS = 1000
-"""Steps between two `totals` events, which limit the records that a start must read."""
+"""Steps between two `totals` events, which limit the records that a resumed run must read."""
 
 
 class Monitor:
-    """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
+    """Console, metrics.jsonl, trackers, Prometheus endpoint and profiler of one run.
 
-    Every process has one; only process 0 writes. As a context manager it closes the sinks. If an
-    exception ends a run without a summary, it writes one: "error", or "interrupted" for Ctrl-C.
-
-    A resumed run appends to metrics.jsonl, starting with a `start` event at `start_step`, and
-    TensorBoard hides the points beyond that step. Log records have their colored text as the
-    attribute `styled`, for handlers on a terminal.
+    Every process has one; only process 0 writes, except requested traces. As a context manager it
+    closes the sinks. If an exception ends a run without a summary, it writes one: "error", or
+    "interrupted" for Ctrl-C. Log records have their colored text as the attribute `styled`.
 
     Args:
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
-        compute_dtype: dtype of matrix products, which determines the peak FLOP/s.
+        compute_dtype: dtype of matrix products, for the peak FLOP/s of a known device.
         devices: all devices of the job; `jax.devices()` by default.
         trace_requested: returns whether a trace was requested since the last call.
         on_record: called with each train and eval record, on every process.
@@ -124,7 +121,7 @@ class Monitor:
         if self.run_summary.first_start is None:
             self.run_summary.first_start = self._begin
         if run.is_writer:
-            self._records = run.open_metrics(is_held=True)
+            self._records = RecordWriter(run.metrics, is_held=True)
             totals = {"total_steps": total_steps, "num_devices": len(devices), "unit": unit}
             self._write_event("start", {"time": self._begin, "step": start_step, **totals})
         if not is_held:
@@ -143,15 +140,14 @@ class Monitor:
         row_sources: Sequence[str] = (),
         stage: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Report step n−1 after dispatching step n, so that the devices never wait for the host.
+        """Report a step; call it on every process.
 
-        Call it on every process. It reads the metrics, replicated scalars [], from the devices,
-        which blocks until they exist. `applied` is False if the update was skipped (NaN, Inf, a
-        loss above the limit). `tokens` is the number of `unit` over the job. `step_time_s` includes
-        both waits; None = the wait for the devices was not measured. `link` is the ledger entry;
-        `row_sources` are the sources of its rows, for loss and tokens of each source. `stage` has
+        It reads the metrics, replicated scalars [], from the devices, which blocks until they
+        exist. `tokens` is the number of `unit` in the step over the job. `step_time_s` includes
+        both waits; `device_wait_s` None = not measured. `link` is the ledger entry; `row_sources`
+        are the sources of its rows, for loss and tokens of each source. `stage` has
         `global_batch_size`, `seq_len` and `flops_per_token` of the step if these change.
-        Return the metrics as Python numbers; loss and gradient norm are None without labels.
+        Return the metrics as Python numbers; those that are means over no labels are None.
         """
         metrics = dict(metrics)
         by_layer = metrics.pop("layer_statistics", None)
@@ -249,8 +245,7 @@ class Monitor:
         """Record a save, a restore, a warning, ...: one line each, on process 0 only.
 
         `fields["step"]` is the last reported step by default. The console line is `message`, by
-        default `event key=value ...`; a `quiet` event has none. WARNING and above count as
-        warnings.
+        default `event key=value ...`; a `quiet` event has none.
         """
         if level >= logging.WARNING:
             self.run_summary.warnings += 1
@@ -277,11 +272,11 @@ class Monitor:
         self._share_units()
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """Print the first lines of a run, and write them as one `run` event.
+        """Print the first lines of a run, and write `facts` as one `run` event.
 
-        `facts` are `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
-        (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on one
-        replica) × `num_replicas` × `accumulation`, `data`, and `notes`: kernels and reasons.
+        `facts` include `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `data`,
+        `tokens_per_row` (1 unless the unit is tokens), the batch as `per_device_batch` (rows of one
+        microbatch on one replica) × `num_replicas` × `accumulation`, and `notes` on kernels etc.
         """
         if self._records is None:
             return
@@ -305,15 +300,8 @@ class Monitor:
             )
         self._log_block([*console.header_rows(facts), ("run", str(self.run.path))])
 
-    def track_compiles(
-        self, function: Callable[..., Any] | CompileTracker, name: str | None = None
-    ) -> CompileTracker:
-        """Return a wrapper of a jitted function that logs compilations; later ones are warnings."""
-        tracker = (
-            function
-            if isinstance(function, CompileTracker)
-            else CompileTracker(function, name=name)
-        )
+    def track_compiles(self, tracker: CompileTracker) -> CompileTracker:
+        """Log the compilations of a tracker, the second and later ones as warnings; return it."""
         tracker.report_to(self._alerts.compilation)
         self._trackers.append(tracker)
         return tracker

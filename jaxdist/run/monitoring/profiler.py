@@ -47,7 +47,7 @@ class Profiler:
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
-        """Return whether a trace starts or ends just before `step`. Call it before each step.
+        """Return whether a trace starts or ends just before `step`; call it before each step.
 
         If true, wait for the devices and call `turn`, so that a trace has complete steps only.
         """

@@ -61,7 +61,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Collects step times, and exchanges their means every `interval_steps` steps; 0 = never."""
+    """Collects step times; exchanges their means every `interval_steps` steps (0 = never)."""
 
     def __init__(self, num_processes: int, interval_steps: int):
         self._num_processes = num_processes

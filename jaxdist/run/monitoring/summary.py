@@ -1,4 +1,4 @@
-"""Rates of a run, and totals over all its starts: the content of summary.json."""
+"""Rates of one start of a run, and totals of the run: the content of summary.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdist.run.metrics_log import Record, current, device_seconds
 from jaxdist.run.monitoring.stragglers import READY_SHARE, Straggler
-from jaxdist.run.monitoring.timers import CompileTracker
+from jaxdist.run.monitoring.timers import WINDOW_STEPS, CompileTracker
 
 MFU_FORMULA = (
     "tokens/s/device * FLOPs per token (forward and backward, nothing recomputed) / peak FLOP/s"
@@ -23,8 +23,7 @@ MFU_FORMULA = (
 class Throughput:
     """Rates of a run: medians, so that one slow step does not change them.
 
-    MFU needs `flops_per_token` of the model and `peak_flops` of one device. Rolling rates use
-    `window_steps`.
+    MFU needs `flops_per_token` of the model and `peak_flops` of one device.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Throughput:
         num_devices: int,
         flops_per_token: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
-        window_steps: int = 20,
+        window_steps: int = WINDOW_STEPS,
     ):
         self.num_devices = num_devices
         self.peak_flops = peak_flops
@@ -56,25 +55,22 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median tokens (or images) per second of the job over the last `window_steps` steps.
-
-        None before the first step.
-        """
+        """Median tokens (or images) per second of the job over the last `window_steps` steps."""
         return _median(self._rates[-self._window_steps :])
 
     @property
     def step_time_s(self) -> float | None:
-        """Median seconds per step over the last `window_steps` steps; None before the first."""
+        """Median seconds per step over the last `window_steps` steps."""
         return _median(self._times[-self._window_steps :])
 
     @property
     def run_tokens_per_s(self) -> float | None:
-        """Median tokens (or images) per second over all steps; None before the first."""
+        """Median tokens (or images) per second over all steps of this start."""
         return _median(self._rates)
 
     @property
     def run_step_time_s(self) -> float | None:
-        """Median seconds per step over all steps; None before the first."""
+        """Median seconds per step over all steps of this start."""
         return _median(self._times)
 
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
@@ -103,7 +99,7 @@ class Throughput:
 
 
 def device_memory(devices: list[Any]) -> dict[str, int]:
-    """Return the bytes (in use, peak, limit) of this process's fullest device; {} on CPUs."""
+    """Return bytes in use, peak and limit, each the largest of `devices`; {} on CPUs."""
     stats = [s for s in (device.memory_stats() for device in devices) if s]
     names = {
         "bytes_in_use": "memory_bytes",

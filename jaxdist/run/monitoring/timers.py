@@ -21,7 +21,7 @@ def steady_clock() -> Callable[[], float]:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One compilation of a tracked function; `count` is 1 in a healthy run.
+    """One compilation of a tracked function, its `count`-th; a healthy run has one.
 
     `seconds` covers tracing, lowering and compiling. `from_cache`: the executable came from the
     persistent compilation cache. `changes` lists the arguments that changed since the last one.
@@ -205,9 +205,9 @@ class StepTimer:
     """Times a training loop: the duration of a step, and the waits for data and for the devices.
 
     Call `lap` once per step. Laps follow the pace of the devices, because reading the metrics of
-    step n−1 blocks until they exist. With `blocking_dispatch` (jax on several CPU devices) a
-    dispatch waits for the previous step, and counts as waiting for the devices. `device_wait_s`
-    covers the last lap; near 0 means that the devices were idle until the next dispatch.
+    step n−1 blocks until they exist. With `blocking_dispatch` (jax on CPU devices) a dispatch waits
+    for the previous step, and counts as waiting for the devices. `device_wait_s` covers the last
+    lap; near 0 means that the devices were idle until the next dispatch.
     """
 
     def __init__(
@@ -230,10 +230,7 @@ class StepTimer:
             return get()
 
     def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call a function that dispatches work to the devices; return its result.
-
-        Its time counts as device wait with `blocking_dispatch`.
-        """
+        """Call a function that dispatches work to the devices; return its result."""
         with self._timed(self._dispatch):
             return function(*arguments, **named)
 

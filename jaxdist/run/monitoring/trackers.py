@@ -32,7 +32,7 @@ _MAX_QUEUED = 1000
 """Maximum points queued for a slow tracker; one more disables it with a warning."""
 
 _FINISH_S = 60.0
-"""Maximum seconds to wait for a tracker at the end of a run."""
+"""Maximum seconds of each wait at the end of a run: for room in a tracker's queue, for its end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,16 +211,14 @@ _PARAM_CHARS = 500
 
 
 _MIRRORED_BYTES = 1 << 20
-"""Maximum size of a file on an object store, where each flush uploads the complete file."""
+"""Size that ends a file on an object store, where each flush uploads the complete file."""
 
 
 class TensorBoard:
-    """Writes scalars and text of a run synchronously. A resumed run adds a file.
+    """Writes scalars and text of one start; TensorBoard hides earlier points from `first_step` on.
 
     `SummaryWriter` of tensorboardX passes events to a thread, for which its `flush` does not wait:
     a kill right after a flush loses the newest events. `EventsWriter` writes synchronously.
-
-    TensorBoard hides points of earlier starts from `first_step` on.
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):

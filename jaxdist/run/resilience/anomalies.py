@@ -36,9 +36,9 @@ class Anomaly:
     """A step whose loss or gradient norm is bad; one line of anomalies.jsonl.
 
     `kind` is the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike". `limit`
-    is the loss above which the step was a spike; inf while there were too few losses. `action` is
-    report, skip, rollback or stop, by the policy. `rows` are the dataset rows of its batch.
-    `left_out` are the sample ranges [first, end) that earlier rollbacks skipped.
+    is the loss above which the step was a spike; inf = none. `action` is report, skip, rollback or
+    stop, by the policy. `rows` are the dataset rows of its batch (`Loader.rows`). `left_out` are
+    the sample ranges [first, end) that earlier rollbacks skipped.
     """
 
     step: int
@@ -73,7 +73,7 @@ class Anomaly:
         return (*before, (self.first_sample, self.first_sample + self.num_samples))
 
     def is_bad(self, values: Mapping[str, float]) -> bool:
-        """Return whether a replay of this step is bad: not finite, or for a spike above `limit`."""
+        """Return whether loss or norm of a replay is not finite, or for a spike above `limit`."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
         return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit
@@ -94,7 +94,7 @@ class Stopped(FloatingPointError):
 
 
 class LossGuard:
-    """Checks the loss of every step. All processes see the same losses and make the same decision.
+    """Checks the loss of every step. All processes read equal losses and make the same decision.
 
     Anomalies are written to `path`; None on processes that do not write.
 
@@ -131,9 +131,9 @@ class LossGuard:
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Return the anomaly of a step; None if its loss is normal or its rows have no labels.
+        """Return the anomaly of a step, after writing it; None if the step has none.
 
-        Append an anomaly to anomalies.jsonl with the rows of its batch. Count skipped steps.
+        Count skipped steps.
         """
         reason = skip_reason(values)
         if reason == "no_labels":

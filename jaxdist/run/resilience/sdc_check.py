@@ -1,15 +1,12 @@
 """Silent data corruption (SDC): copies of one value must have the same bits on all devices.
 
-Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its shard of
-every state array that is replicated over the data axes. An all-reduce compares the hashes, 4 bytes
-each, and the host reads the result one step later. A single wrong bit always changes a hash. Only
-if hashes differ are those of all devices gathered, so that a check costs the same in jobs of any
-size. With
-three or more copies the majority identifies the wrong device. With two, both are named. Arrays that
-are sharded over all data axes have no second copy: only the checksums of checkpoints cover them.
-
-Copies over `tensor` and `pipeline` are not compared. Their gradients are not reduced over these
-axes, so two healthy devices may round differently.
+Every `resilience.sdc_check_interval_steps` (0 = off) and before every save, each device hashes its
+shard of every state array in its memory that is replicated over axes that split the batch. An
+all-reduce compares the hashes, 4 bytes each. A single wrong bit always changes a hash. Only if
+hashes differ are those of all devices gathered, so that a check costs the same in jobs of any size.
+With three or more copies the majority identifies the wrong device. With two, both are named. Arrays
+that are sharded over all these axes have no second copy: only the checksums of checkpoints cover
+them. Copies over other axes are not compared, because healthy devices may round differently there.
 """
 
 from __future__ import annotations
@@ -81,7 +78,10 @@ class SdcCheck:
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state if due or forced. The state may be donated right after."""
+        """Start a check of the state if due or forced, unless checks are off.
+
+        The state may be donated right after.
+        """
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
             return
@@ -94,7 +94,7 @@ class SdcCheck:
             self._pending = step, *self._hash([leaves[index] for index in self._leaf_indices])
 
     def result(self) -> Mismatch | None:
-        """Wait for a started check; return replicas that differ; None without check or mismatch."""
+        """Wait for a started check, if any; return replicas that differ, else None."""
         if self._pending is None:
             return None
         step, hashes, differ = self._pending
@@ -189,17 +189,13 @@ class SdcCheck:
                 f"device {device.id} of process {device.process_index} on {host} in {few(names, 3)}"
             )
         doubt = "" if certain else " (there is no majority, so all copies are named)"
-        return (
-            f"replicas differ after step {step}: {few(lines, 4, '; ')}{doubt}. The last good check "
-            f"was after step {self._good}."
-        )
+        good = f"after step {self._good}" if self._good else "none in this start"
+        text = f"replicas differ after step {step}: {few(lines, 4, '; ')}{doubt}"
+        return f"{text}. Last good check: {good}."
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the indices of values unlike the majority's, and whether there is a majority.
-
-    Without a majority, all indices are returned.
-    """
+    """Return the indices of values unlike the majority's, and True; without one all, and False."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return [], True

@@ -10,10 +10,8 @@ thread cannot exit by itself. When a limit has passed:
     3. each process that reads that file writes the stacks of its threads and exits with code 86
 
 The launcher writes the same file for a process that was killed. The other hosts then stop within
-two seconds, without waiting for a missing heartbeat.
-
-Heartbeats are files of the run directory, because the key-value store of the job runs in process 0,
-which may be the stuck one. They are read only if a process makes no progress.
+two heartbeats. Heartbeats are files of the run directory, because the key-value store of the job
+runs in process 0, which may be the stuck one. They are read only if a process makes no progress.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ _PATIENCE = 20  # heartbeats to wait for the diagnosis of another process
 _FLUSH_S = 10.0  # limit for the last log lines if the run directory is on an object store
 _MEDIAN_STEPS = 50
 _HANG_FACTOR = 3.0  # × the median step time: slow steps that make progress take less
-PHASE_TIMEOUT_S = 3600.0  # limit of a start, compilation, restore, save, or evaluation batch
-_STEP_PHASES = ("step", "data")  # limited by the step timeout; other phases by PHASE_TIMEOUT_S
+PHASE_TIMEOUT_S = 3600.0  # limit of other phases, and of each batch in an evaluation
+_STEP_PHASES = ("step", "data")  # limited by the step timeout after the first step
 
 
 class Watchdog:
@@ -92,16 +90,13 @@ class Watchdog:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Start a phase and its timer; `step` is the last finished step (None = unchanged).
-
-        Phases are start, restore, compile, data, step, evaluation, save, trace and end.
-        """
+        """Start a phase and its timer; `step` is the last finished step (None = unchanged)."""
         self._step = self._step if step is None else step
         self._phase, self._since = phase, time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the `with` block as another phase, `name`: save, evaluation, restore, ..."""
+        """Time the `with` block as another phase."""
         before = self._phase
         self.enter(name)
         try:
@@ -114,7 +109,7 @@ class Watchdog:
         self._since = time.monotonic()
 
     def finished(self, step: int, step_time_s: float) -> None:
-        """Record a finished step. The first one compiles and does not count for the median."""
+        """Record a finished step; one in the phase compile does not count for the median."""
         if self._phase != "compile":
             self._step_times.append(step_time_s)
         self._warm = True
