@@ -130,13 +130,15 @@ class Axis:
         sums_gradients: when the gradients of a parameter that the axis does not split differ
             between its devices, so that they must be summed.
         shrinks: an elastic job may reduce its size.
+        proposed: error messages propose meshes with it even if the request has none.
         complexity: of two equally fast meshes the planner prefers the one with the lower sum.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
             "" = it need not divide them.
         problems: (size > 1, workload) -> further reasons why the size is illegal.
         traffic: communication of activations in one step of a decoder; traffic of weights and
             gradients is computed from `weights` and `sums_gradients`.
-        hooks: (sequence parallelism is on) -> members of `Context` that the axis implements.
+        hooks: (sequence parallelism is on) -> members of `Context` that the axis implements;
+            `experts` is made from the grouped product.
     """
 
     name: str
@@ -151,6 +153,7 @@ class Axis:
     sums_gradients: Literal["always", "sequence_parallel", "never"] = "never"
     sums_loss: bool = False
     shrinks: bool = False
+    proposed: bool = True
     complexity: int = 0
     divides: str = ""
     problems: Callable[[int, Workload], list[str]] = lambda size, workload: []

@@ -11,7 +11,6 @@ from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
-from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -116,9 +115,9 @@ def legal_meshes(
 ) -> Sequence[MeshSpec]:
     """Return up to three meshes of `num_devices` without problems, nearest to `requested`.
 
-    They use the axes context and expert, for long rows and experts, only if `requested` does.
+    They use the axes that are not `proposed` only if `requested` does.
     """
-    without = [axis for axis in (CONTEXT, EXPERT) if requested[axis] == 1]
+    without = [axis for axis in axes.AXES if not axis.proposed and requested[axis] == 1]
     candidates = factorisations(num_devices, without=without)
     legal = [spec for spec in candidates if not problems_of(spec)]
     return nearest(requested, legal)

@@ -175,6 +175,7 @@ CONTEXT = Axis(
     dims=("cache",),
     sums_gradients="always",
     sums_loss=True,
+    proposed=False,
     complexity=2,
     problems=_problems,
     traffic=_traffic,

@@ -222,8 +222,10 @@ EXPERT = Axis(
     sums_gradients="always",
     sums_loss=True,
     shrinks=True,
+    proposed=False,
     complexity=2,
     divides="each device has the same number of experts",
     problems=_problems,
     traffic=_traffic,
+    hooks=lambda sequence_parallel: {"experts": make_experts},
 )

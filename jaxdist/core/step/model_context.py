@@ -12,9 +12,8 @@ import numpy as np
 from jaxdist.core import attention, experts, losses, token_logps, types
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.matmul import cpu, grouped
-from jaxdist.core.parallel import expert, fsdp, reduction, tensor
+from jaxdist.core.parallel import fsdp, reduction, tensor
 from jaxdist.core.parallel.context import CONTEXT, imbalance
-from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
@@ -37,7 +36,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         for name, hook in axis.hooks(layout.sequence_parallel).items()
     }
     grouped_dot = grouped.make_grouped_dot(plan.platform)
-    make_experts = expert.make_experts if EXPERT in layout.used else experts.make_experts
+    make_experts = hooks.pop("experts", experts.make_experts)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     attend = attention.make_attend(plan.attention, **head_shard)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}

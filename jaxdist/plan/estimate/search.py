@@ -20,8 +20,8 @@ from jaxdist.config import RunConfig
 from jaxdist.core.attention.context_parallel import Exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.axes import AXES
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.virtual_stages import MOST
 from jaxdist.core.parallel.tensor import TENSOR
@@ -127,7 +127,8 @@ def search(
     choices, tried = [], 0
     left_out = [] if stages else [PIPELINE]
     left_out += [] if config.train.seq_len >= CONTEXT_FROM else [CONTEXT]
-    left_out += [] if "experts" in model.dims else [EXPERT]
+    special = [axis for axis in AXES if axis.weights == "split" and not axis.proposed]
+    left_out += [axis for axis in special if not model.dims.keys() & axis.dims]
     for spec in factorisations(cluster.num_gpus, without=left_out):
         problems = _mesh_problems(config, spec, model)
         if problems:
