@@ -23,8 +23,7 @@ class Workload:
         dims: logical dim -> size (`Model.dims`); without `layers` if no layers are stacked.
         rules: logical dim -> mesh axis, for dims specific to the model (`Model.rules`).
         settings: logical dim -> the setting that determines its size, for messages.
-        units: logical dim -> number of adjacent entries that no shard may cut, because they are
-            quantized together.
+        units: logical dim -> number of adjacent entries, quantized together, that no shard cuts.
         global_batch_size: rows per step; None skips the checks of the batch.
         num_microbatches: microbatches per device.
         rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
@@ -61,8 +60,7 @@ class ActivationSizes:
 
     Attributes:
         stream_bytes: residual stream of a microbatch, [rows, seq, d_model] in the compute dtype.
-        num_forwards: forward passes of a microbatch through a layer; 2 if a pipeline's backward
-            repeats it.
+        num_forwards: forward passes of a microbatch through a layer.
         reduces_again: recomputation includes attention's output, which is reduced over `tensor`.
         experts_per_token: experts that process each token, in each of the `sparse_layers`.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
@@ -122,18 +120,15 @@ class Axis:
             "replicated" = all of them, unless ZeRO shards them over the axis;
             "gathered" = a shard, gathered just before its use;
             "split" = the part they compute with.
-        joins_fsdp: its devices shard, together with those of fsdp, the matrices that it does not
-            split.
+        joins_fsdp: its devices shard, with those of fsdp, the matrices that it does not split.
         splits_rows: its devices process different rows of the batch.
         splits_positions: its devices process different positions of every row.
         dims: logical dims that it splits, in every model.
-        sums_gradients: when the gradients of a parameter that the axis does not split differ
-            between its devices, so that they must be summed.
+        sums_gradients: when its devices sum the gradients of parameters that it does not split.
         shrinks: an elastic job may reduce its size.
         proposed: error messages propose meshes with it even if the request has none.
         complexity: of two equally fast meshes the planner prefers the one with the lower sum.
-        divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
-            "" = it need not divide them.
+        divides: why its size must divide its dims, for error messages; "" = it need not.
         problems: (size > 1, workload) -> further reasons why the size is illegal.
         traffic: communication of activations in one step of a decoder; traffic of weights and
             gradients is computed from `weights` and `sums_gradients`.

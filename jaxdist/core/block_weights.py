@@ -11,9 +11,8 @@ values are the same on every mesh, and an all-gather moves the stored bytes.
 References:
     Dettmers et al. 2023, "QLoRA", sections 3 and appendix E (NF4, double quantization); Dettmers et
     al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1 (the 8-bit codes).
-    bitsandbytes 0.50 on CPUs: codes, scales of scales and nested codes are equal bit for bit. The
-    mean of the scales is a sum by halves, the same on every mesh; PyTorch's order of additions may
-    give another last bit.
+    bitsandbytes 0.50 on CPUs: codes, scales of scales and nested codes are equal bit for bit; the
+    mean of the scales may differ in its last bit, because it is a sum by halves.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class BlockLayout:
     Attributes:
         has_experts: each expert is quantized by itself.
         inputs: sizes of its input dims, which hold the blocks in this order.
-        parts: number of outputs, along dim `dim` of the outputs, of each tensor that is quantized
-            separately.
+        parts: number of outputs, along output dim `dim`, of each tensor that is quantized alone.
         is_outer: the tensors' rows are ordered by dim `dim` first, not by the order of the outputs.
     """
 
@@ -312,8 +310,7 @@ def to_quantize(
 
     `target` has shapes and shardings. The result has one dense array per quantized weight, bfloat16
     [layers, (experts,) *inputs, *outputs]; quantized weights that are already loaded do not change.
-    `blocks` maps names in the layers to their block layout. The function maps (name, loaded leaf)
-    to the leaf of the target.
+    `blocks` maps names in the layers to layouts. The function maps (name, loaded leaf) to the leaf.
     """
     quantized: dict[str, tuple[BlockLayout, BlockWeight]] = {}
 

@@ -48,8 +48,7 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 def vary(tree: Tree, axes: Axes) -> Tree:
     """Return the tree, with every leaf [...] declared to differ over `axes`; no communication.
 
-    The gradient of the argument is summed over `axes`; the gradient of the result stays local. The
-    step uses this to reduce gradients only once.
+    The gradient of the argument is summed over `axes`; the gradient of the result stays local.
     """
 
     def leaf(x: Array) -> Array:

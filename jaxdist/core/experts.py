@@ -1,9 +1,8 @@
 """Products of tokens with the experts that a router chose for them.
 
 An *assignment* is one choice of one token, with index token · experts_per_token + choice. Rows of
-activations are moved by gathers in both directions, never by additions to scattered places: results
-do not depend on the order of the additions. The outputs of a token's experts are added in float32,
-in the order of the choices.
+activations are moved by gathers in both directions, never by additions to scattered places. The
+outputs of a token's experts are added in float32, in the order of the choices.
 
 Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", section 4
 (no token is dropped). Deviation: blocks have rows of one expert and are not padded in memory.

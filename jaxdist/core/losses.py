@@ -1,7 +1,7 @@
 """Losses as sums over rows or tokens: cross-entropy of tokens (sharded vocabulary) and labels.
 
-The token loss fuses the head's product with its softmax and computes gradients in forward, chunk by
-chunk. The complete logits are never materialized.
+The token loss fuses the head's product with its softmax and computes gradients in forward, by
+chunks of tokens.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
 Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.

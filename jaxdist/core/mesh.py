@@ -53,8 +53,7 @@ class MeshSpec:
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
         """Parse `dp=2,tp=4`: short or long axis names; `-1` takes the remaining devices.
 
-        Unnamed axes have size 1. Without `num_devices`, `-1` stays unresolved. Raises `ConfigError`
-        with all problems of the text.
+        Unnamed axes have size 1. Without `num_devices`, -1 stays. Raises `ConfigError`.
         """
         sizes, problems = _read_sizes(text)
         unknown = [name for name, size in sizes.items() if size == _OPEN]

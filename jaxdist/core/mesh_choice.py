@@ -132,8 +132,7 @@ def default_mesh(
     """Return the mesh for settings that name none, and the reason.
 
     `state_bytes` is the size of parameters, gradients and moments. `memory_bytes` per device is
-    None if unknown. `needs` maps a mesh to the estimated bytes per device and their limit; None =
-    only the state is considered.
+    None if unknown. Both matter only without `needs`, the estimate of a mesh.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"

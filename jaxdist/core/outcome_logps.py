@@ -60,8 +60,7 @@ def outcome_logps(
     """Return the log-probabilities of each token's targets, float32 [tokens, outcomes + 1].
 
     The last outcome is any token not in `targets`. x is [tokens, d_model], kernel [d_model,
-    vocab_shard], both in the compute dtype; targets are int32 [tokens, outcomes], different in each
-    row. Communicates outcomes + 3 scalars per token.
+    vocab_shard]; targets are int32 [tokens, outcomes], different in each row.
     """
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:
@@ -99,8 +98,7 @@ def _chunk_logps(
 
     x is [tokens, d_model]. Log-probabilities are [tokens, outcomes + 1], equal on all devices of
     the axis. The residuals: probabilities, and those given that no target is drawn, both [tokens,
-    vocab_shard]; the index of the targets in such an array, out of range for other devices' tokens;
-    the slope of the soft cap.
+    vocab_shard]; the index of this device's targets in them; the slope of the soft cap.
     """
     total = lambda y: collectives.all_reduce(y, vocabulary.axis) if vocabulary.axis else y
     logits, columns = logits_of(x, kernel, vocabulary)

@@ -1,7 +1,6 @@
 """Number formats: compute dtype, reduction dtype, and dynamic loss scaling for float16.
 
-Trained parameters are float32; products run in the compute dtype; norms, softmax, loss and
-accumulation are float32.
+Trained parameters, norms, softmax, loss and accumulation are float32.
 
 Source of loss scaling: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """

@@ -20,9 +20,8 @@ def record_routing(
 ) -> Int[Array, "batch seq layers experts_per_token"]:
     """Return the experts of each token, chosen by the router in each layer that has one.
 
-    The result is the field `routing` of a batch that replays the choices, on any mesh. `batch` has
-    the fields of a training batch without it; the layers compute in `dtype`, on one device or
-    sharded as `params` by XLA.
+    The result is the field `routing` of a batch that replays the choices, on any mesh. `batch` is a
+    training batch without it; the layers compute in `dtype`, sharded as `params` by XLA.
     """
     platform = jax.default_backend()
     run = make_experts(make_grouped_dot(platform))

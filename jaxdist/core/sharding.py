@@ -1,7 +1,6 @@
 """Placement of arrays on the mesh: logical dims -> mesh axes.
 
-Models name their dims and never see a mesh. The kinds of data parallelism are choices of this
-module:
+Models name their dims and never see a mesh. The kinds of data parallelism are choices made here:
 
     DDP      parameters and moments replicated over `data`
     ZeRO-1   moments (and the update) sharded over `data`           mesh.zero=1
@@ -11,9 +10,8 @@ module:
     context  its devices shard what `fsdp` shards
     expert   its devices shard what `fsdp` shards, except experts, which it splits
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5. Deviation: vectors (norm scales, biases) are not sharded in these ways, because
-gathering a few kilobytes costs a latency.
+Source: Rajbhandari et al. 2020, "ZeRO", section 5. Deviation: vectors (norm scales, biases) are not
+sharded in these ways, because gathering a few kilobytes costs a latency.
 """
 
 from __future__ import annotations

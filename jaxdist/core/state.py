@@ -36,8 +36,7 @@ class TrainState:
         step: int32 [], number of completed optimizer steps.
         params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
         copies: other parameter groups by name, e.g. "ema" (`core.weights.GROUPS`).
-        opt_state: optax state; leaves with parameter shapes are laid out by `Layout.moment_specs`,
-            or None if they are on a disk.
+        opt_state: optax state, laid out by `opt_shardings`; without moments that are on a disk.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run; each step folds in its index, and the key itself never changes.
     """
@@ -185,9 +184,8 @@ def opt_shardings(
 ) -> Any:
     """Return shardings of the optimizer state.
 
-    Leaves with as many dims as their parameter are sharded like its moments: in host memory with
-    `offload` "host", None with "disk". Dims that the devices cannot divide, and other leaves, are
-    replicated.
+    Leaves with as many dims as their parameter are sharded like its moments, if divisible: in host
+    memory with `offload` "host", None with "disk" (`moment_params`). Others are replicated.
     """
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     if (split := _padded_split(layout)) is not None:

@@ -1,7 +1,6 @@
 """The decisions about one train step: `plan_step` makes all of them and returns a frozen record.
 
-Other modules only read the record. Building it traces nothing and starts no device, so a mesh
-search can build thousands.
+Building it traces nothing and starts no device, so a mesh search can build thousands.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class StepPlan:
             devices sum gradients of a microbatch, and those that a pipeline accumulated.
         matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
         remat: the remat policy, with "auto" resolved.
-        gathers_layers: each layer all-gathers its weights when it runs.
+        gathers_layers: layers all-gather weights when they run.
         layers: number of layers of each virtual stage.
         layers_per_body: layers per iteration of the layer loop.
         num_microbatches: as configured; 0 = one, or chosen by the pipeline from its rows.
@@ -343,8 +342,7 @@ def layers_of_a_body(
     every platform. In a pipeline, two layers unrolled are faster than a loop, by the roofline
     (Llama 2 13B with five virtual stages: 1,518 instead of 1,550 ms), five are slower. On GPUs,
     collectives in every layer also make compiling slow, and layers that save only their input have
-    little to copy. With ZeRO-2, unrolled layers would keep complete gradients longer (GPT-2: 6.5,
-    not 5.1 GiB).
+    little to copy. With ZeRO-2, GPT-2 unrolled keeps gradients longer (6.5, not 5.1 GiB).
     """
     if offloaded_names(remat):
         return 1, "unrolled layers would not move their activations to the host"
@@ -382,8 +380,7 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
 
     If `tensor` splits the sequence on GPUs, positions are the outermost dim in memory. Otherwise
     XLA transposes the activations before and after every product. CPUs use a faster sum for weight
-    gradients, except with pipeline stages, whose split backward must recognize these products by
-    their form.
+    gradients, except with pipeline stages.
     """
     if platform == "cpu" and PIPELINE not in layout.used:
         return "cpu", "sums gradients of weights faster on CPU"

@@ -162,9 +162,8 @@ def _chunk_logps(
 def _keep_top(logits: Array, measure: Callable[[Array], Array], needed: Array | float) -> Array:
     """Return the logits [tokens, vocab_shard], with -inf for all but the largest of each token.
 
-    It keeps the fewest for which `measure` reaches `needed`. `measure` maps the kept columns to
-    float32 [tokens], reduced over all devices. The threshold is found bit by bit in ordered
-    integers, so no device needs logits of another.
+    It keeps the fewest for which `measure`, a map from kept columns to global float32 [tokens],
+    reaches `needed`. The threshold is computed bit by bit, so no device needs logits of another.
     """
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     order = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)

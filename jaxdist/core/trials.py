@@ -58,8 +58,7 @@ def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
 def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
     """Return a line per operation that a GPU computes wrongly, or why its trial failed.
 
-    `kind` is "operations" for basic ones, or "offload" for gradients of a loop whose
-    activations are in host memory.
+    `kind`: "operations" for basic ones, "offload" for a loop with activations in host memory.
     """
     what = {"operations": "basic operations", "offload": "gradients with offload"}[kind]
     result = _trial(kind, {}, device, what)
@@ -154,9 +153,8 @@ def _versions() -> dict[str, str]:
 def operation_errors() -> dict[str, tuple[float, float]]:
     """Return operation and dtype -> (error, limit) on the default device.
 
-    Errors are the largest difference to numpy in float64, relative to the largest value of the
-    result. Limits are a few units of rounding of the result's dtype; float32 products may round
-    their inputs to tf32, which has 10 bits.
+    Errors are the largest difference to numpy in float64, relative to the result's largest value.
+    Limits are multiples of the dtype's rounding unit; float32 products may use tf32 (10 bits).
     """
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((2, 193, 257))

@@ -31,8 +31,7 @@ Text: `tokens`, `targets` int32 [batch, seq]; `weights` float32 [batch, seq] (0 
 `segments` int32 [batch, seq] (document ids in a packed row, 1, 2, ...; 0 = padding; absent if rows
 are not packed); `positions` int32 [batch, seq] (position inside the document).
 Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weights` [batch].
-The step adds `rows` int32 [batch]: the row's index in the global batch, from which random bits are
-computed."""
+The step adds `rows` int32 [batch]: the row's index in the global batch, for random bits."""
 
 REFERENCE, MISMATCHED = "reference_logps", "kl_"
 """Fields of preference tuning: the reference's log-probability of each row, float32 [batch], and
@@ -100,8 +99,7 @@ def offloaded_names(remat: str) -> tuple[str, ...]:
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
-    Mesh axes never split a dim with the name None. The array is float32 and trained; see
-    `weights.Parameter`.
+    Mesh axes never split a dim named None. The array is float32 and trained; else see `Parameter`.
     """
 
     storage: Storage = "float32"
@@ -216,8 +214,7 @@ class TokenLogps(NamedTuple):
 
     Attributes:
         logps: log-probability of the target, float32 [batch, seq]; -inf if top-k or top-p drops it.
-            For several targets at each position [batch, seq, outcomes + 1]; the last outcome is any
-            other token.
+            For several targets [batch, seq, outcomes + 1]; the last outcome is any other token.
         entropy: nats, float32 [batch, seq]; for several targets, of these outcomes.
     """
 
@@ -229,8 +226,7 @@ class Routing(NamedTuple):
     """The experts that a router chose for each token.
 
     Attributes:
-        experts: indices of the chosen experts, int32 [batch, seq, experts_per_token]; the number
-            of experts = dropped.
+        experts: chosen experts, int32 [batch, seq, experts_per_token]; num_experts = dropped.
         shares: factor of each expert's output, float32 [batch, seq, experts_per_token].
     """
 
@@ -267,16 +263,14 @@ class Context:
     """Execution context of a model: dtypes, collectives, kernels. The defaults are one device.
 
     Models call the hooks `enter`, `leave` and `split` for tensor and sequence parallelism, `dot`
-    for every matrix product with a weight and `attend` for attention: the step chooses number
-    formats and kernels.
+    for every matrix product with a weight and `attend` for attention.
 
     Attributes:
         dtype: compute dtype of matrix products and of activations between blocks.
         dot: (dims, x, w, out_dtype=None) -> product of x and w; see `types.dot`.
         attend: (query [batch, queries, heads, head_dim], key [batch, keys, kv_heads, head_dim],
             value like key, AttentionMask, kernel="auto", dropout=None, softcap=0.0, sink=None or
-            [heads]) -> [batch, queries, heads, head_dim] of the query's dtype; heads are this
-            device's. See `attention.make_attend`.
+            [heads]) -> like query, with this device's heads. See `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
@@ -285,16 +279,13 @@ class Context:
             of further exchanges or None); see `experts.make_experts`.
         sum: (x [...], over) -> the sum of x over the devices that split `over`: "batch" (the
             rows), "seq" (the positions of a row), "seq_shard" (the positions of the residual
-            stream) or "tensor" (the products of a layer). It is differentiable. The sum of 1 is
-            the number of devices, an int.
+            stream) or "tensor" (the products of a layer). The sum of 1 is an int.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
-        position_ids: n, the number of this device's positions -> int32 [n], the index of each in
-            its row; 0, 1, ... without a context axis.
+        position_ids: n -> int32 [n], the index in its row of each of this device's n positions.
         token_loss: (TokenHead, targets, weights, regularizers=None, *, by_row=False) -> Sums; the
             cross-entropy, fused with the head's product. See `losses.token_cross_entropy`.
         token_logps: (TokenHead, targets [batch, seq] or [batch, seq, outcomes], temperature=1.0,
-            top_k=0, top_p=1.0) -> `TokenLogps`, differentiable, without materializing full logits.
-            An objective of plain cross-entropy calls `token_loss`, which is faster.
+            top_k=0, top_p=1.0) -> `TokenLogps`, differentiable. `token_loss` is faster.
         dropout_key: PRNG key for this step and layer; None = no dropout, as in evaluation.
         layer: model index of the current block, int32 scalar.
         platform: "cpu" or "gpu", of the mesh and not of the default backend.
@@ -356,8 +347,7 @@ Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 Optional attributes: `rows_per_example` is the number of adjacent rows per example, by default 1.
 `prepare` is called with the global batch before the differentiated pass: (batch, logps) ->
 batch with more fields [rows, ...]. Its `logps` maps (batch, adapters=True) to the summed
-log-probability of each row's targets, float32 [rows], without gradients. `unit` names what `weight`
-counts."""
+log-probability of each row's targets, float32 [rows]. `unit` names what `weight` counts."""
 
 
 def rows_per_example(objective: Objective | None) -> int:
@@ -397,13 +387,10 @@ class Model:
             Otherwise the batch lacks them: the only microbatch has all terms.
         num_layers: size of the stacked dim; 0 when there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
-            `weight` (a token, an image) by convention: "causal" counts half of S² attention,
-            "full" all of it.
+            `weight` by convention: "causal" counts half of S² attention, "full" all of it.
         unit: unit of `weight`, "tokens" or "images".
-        tensor: "manual" when the model calls the hooks; "auto" leaves the tensor axis to XLA's
-            partitioner, guided by `axes`.
-        sequence: `enter`/`leave`/`split` act on a sequence in dim 1 that sequence parallelism
-            may split.
+        tensor: "manual" if the model calls the hooks; "auto" = XLA shards the axis by `axes`.
+        sequence: sequence parallelism may split dim 1 of what `enter`, `leave`, `split` receive.
         context_parallel: the context axis may split rows. The model takes positions from the batch
             or from `Context.position_ids`, and reads other positions through `Context.attend` only.
         rules: extra logical dim -> mesh axis entries for dims of this model's own.

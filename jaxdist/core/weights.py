@@ -74,11 +74,9 @@ class Parameter(Dims):
     Attributes:
         storage: dtype of the array. Trained parameters are float32.
         update: "gradient" = by the optimizer; "statistic" = a running average of batch statistics
-            (`step/statistics.py`); "increment" = `Model.increments` are added once per step;
-            "none" = frozen.
+            (`step/statistics.py`); "increment" = `Model.increments` are added; "none" = frozen.
         keeps_dtype: the model receives the storage dtype instead of the compute dtype.
-        num_weights: number of the model's weights in an element: 2 = two codes of 4 bits, 0 = a
-            scale.
+        num_weights: the model's weights in an element: 2 = two codes of 4 bits, 0 = a scale.
     """
 
     def __new__(
@@ -182,8 +180,7 @@ def with_weights(
 ) -> Callable[..., Array]:
     """Return a product like `dot` that also multiplies `CompositeWeight`s, with their `multiply`.
 
-    `dot` is a `Context.dot` of arrays [*dims]. With `barrier`, both gradients of a product are
-    computed before either is used.
+    `dot` multiplies arrays [*dims]. With `barrier`, see `gradient_barrier`.
     """
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:

@@ -1,12 +1,10 @@
 """Block-wise attention in plain JAX: the [queries, keys] matrix of a row is never materialized.
 
 Scores of one block of queries and one block of keys at a time update a running softmax. Backward
-recomputes them from the log-sum-exp. Pairs of blocks in which every key is masked are skipped.
-Queries and keys have positions (`Span`), so any part of a row can attend to any other part; `merge`
-joins the results.
+recomputes them from the log-sum-exp. Pairs of blocks without a visible key are skipped. Queries and
+keys have positions (`Span`), so any part of a row can attend to any other; `merge` joins results.
 
-Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2. Deviation: blocks are XLA products in
-loops, not one fused kernel.
+Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2, as loops of XLA products.
 
 Internal layout: query blocks are [num_blocks, batch, kv_heads, group, block, head_dim] with group =
 heads / kv_heads; key blocks are [num_blocks, batch, kv_heads, block, head_dim].
@@ -97,8 +95,7 @@ def attend(
 ) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
-    Sums are float32 or wider, the result has the query's dtype. A query that sees no key gets 0.
-    Residuals are named "attention" for remat policies.
+    The result has the query's dtype, and is 0 if no key is visible. Residuals: `name_residuals`.
     """
     query, key, value, sink = declare_alike(query, key, value, sink)
     return _attend(query, key, value, sink, queries, keys, rule)
@@ -276,8 +273,7 @@ def _together(*inputs: Any) -> Any:
     """Return trees of arrays unchanged, but none of them before all are computed (a barrier).
 
     Positions and documents are equal in all layers. Without the barrier, differentiating a loop
-    over layers would compute the masks of all blocks before the loop and store them: together
-    [queries, keys].
+    over layers would compute the masks before it and store them: together [queries, keys].
     """
     return lax.optimization_barrier(inputs)
 

@@ -9,8 +9,7 @@ All except `all_gather` use one mechanism: all-to-all inside groups of `inner` d
 over the groups (`ring.py`). For `ring`, `inner` is 1; for `all_to_all`, there is one group.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
-Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism
-Approach".
+Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP".
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def _choose(
 ) -> tuple[Exchange, str]:
     """Return the fastest exchange and the reason.
 
-    `rings` are the legal values of `inner`; `inside` is the largest below `size` within a node, or
-    0.
+    `rings` are the legal values of `inner`; `inside` is the largest within a node, or 0.
     """
     # Even if it moves more than others: attention takes most of the time of long rows.
     if size in rings:

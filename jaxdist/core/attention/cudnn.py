@@ -154,8 +154,7 @@ def backward_packed(
 def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
     """Run `run(call, sequences)` for each call; return the merged results, [batch, seq, ...] each.
 
-    cuDNN does not define results outside the documents of a call, so results are selected by
-    document and never added.
+    Results are selected by document, because cuDNN does not define those of other documents.
     """
 
     def has_next(carry: tuple[Array, Any]) -> Array:
@@ -185,8 +184,7 @@ def forward(
 ) -> tuple[Q, Stats]:
     """Call the kernel once; return its output and log-sum-exp. Not differentiable.
 
-    `sequences` are those of the queries and of the keys. Both have the same number of sequences per
-    row, more than one.
+    `sequences` are those of the queries and of the keys, the same number (> 1) in every row.
     """
     operands = (query, key, value, *_others(query, key, sequences))
     settings = _settings(query, rule, sequences)
@@ -208,8 +206,7 @@ def backward(
 ) -> tuple[Q, KV, KV]:
     """Call the kernel once for the gradients of query, key and value, in their dtypes.
 
-    If `out`, its cotangent and `stats` include more keys, the gradients are only the contribution
-    of these keys.
+    `out`, its cotangent and `stats` may include more keys; gradients are those through these keys.
     """
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
@@ -287,8 +284,7 @@ def missing() -> str:
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether remat keeps a value: True for the residuals of attention (a remat policy).
 
-    The residuals of cuDNN's kernel are its output and its log-sum-exp. A policy by name would save
-    only the output, and backward would repeat the call.
+    A policy by name would not save the log-sum-exp of cuDNN's kernel, and repeat the call.
     """
     if primitive.name == "name":
         return params["name"] == "attention"

@@ -82,9 +82,8 @@ class KernelCheck:
 def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
     """Return the result of comparing cuDNN's kernel with the reference on a device.
 
-    It compares forward and backward. On a ring, rows consist of two groups of at most
-    `_MAX_RING_LEN` positions each, and all kinds of hops are compared. Packed rows are compared
-    with each window of the model.
+    It compares forward and backward: on a ring, all kinds of hops between two groups of at most
+    `_MAX_RING_LEN` positions; else complete rows with each window of the model.
     """
     try:
         with jax.default_device(device):

@@ -54,8 +54,7 @@ class AttentionRequest(NamedTuple):
     """One call of attention, as input of `choose_kernel`.
 
     Rows have `num_keys` positions. `cached`: queries have explicit positions among the keys.
-    `window` and `causal` matter only with a context axis. `too_large` is the reason why the packed
-    kernel does not support the shapes; "" = it does.
+    `window` and `causal` matter only with a context axis. `too_large`: see `cudnn.too_large`.
     """
 
     dtype: Any

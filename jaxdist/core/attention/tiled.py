@@ -2,8 +2,7 @@
 
 Each tile multiplies the range of keys that its queries may see. Tiles are static, so there are no
 loops or branches, and the program grows with the row; longer rows use `blockwise.py`. Backward
-recomputes probabilities from the log-sum-exp of their scores, which is faster on CPUs than reading
-them.
+recomputes probabilities from the log-sum-exp, which is faster on CPUs than reading them.
 
 Internal layout: queries are [batch, kv_heads, group, length, head_dim] with group = heads /
 kv_heads; keys and values are [batch, kv_heads, length, head_dim].
@@ -93,8 +92,7 @@ def _forward(
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
     """Return gradients of query, key, value and sinks.
 
-    Scores are [batch, kv_heads, keys, group, queries] here: products then need no transposed
-    scores.
+    Scores are [batch, kv_heads, keys, group, queries]: products then need no transposed scores.
     """
     query, key, value, sink, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]

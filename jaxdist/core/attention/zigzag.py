@@ -7,15 +7,12 @@ the first of three kinds of hops needs a mask:
     keys of an earlier group      all queries see the early half of the keys, none the late half
     keys of a later group         late queries see all of the keys, early queries none
 
-Two different chunks of packed rows share at most one document, because documents are contiguous.
-Its keys are at the end of the earlier chunk, its queries at the start of the later one. It is one
-sequence of cuDNN's packed layout, without a mask.
+Two different chunks of packed rows share at most one document, because documents are contiguous:
+keys at the end of the earlier chunk, queries at the start of the later one. It needs no mask.
 
 Queries that see no key get zeros and the log-sum-exp `UNSEEN`. Nothing here is differentiable.
 
-Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3. The
-kernel's backward gets the output and the log-sum-exp over all keys, so each hop returns the
-gradients that flow through its keys.
+Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 """
 
 from __future__ import annotations
@@ -100,9 +97,7 @@ def backward(
 ) -> PartGrads:
     """Compute half of the gradient contributions of these keys, in one call of the kernel.
 
-    The result has the positions of the call; `scatter_to_positions` expands it, and both halves
-    must be summed. The halves take equal time: one overlaps with sending keys, the other with
-    sending gradients.
+    `scatter_to_positions` expands the result, and both halves are summed. They take equal time.
     """
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)

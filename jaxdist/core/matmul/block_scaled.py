@@ -4,8 +4,7 @@ mxfp8: inputs, weights and gradients are rounded to E4M3. Each 32 elements along
 share a power-of-two scale (E8M0). Forward and both backward products use this format.
 
 nvfp4: in forward, inputs and weights are rounded to E2M1. Each 16 elements share a scale in E4M3,
-and the array has one more scale, a power of two, so that block scales fit in E4M3. Both backward
-products use mxfp8 on the unrounded inputs.
+and the array has one more, a power of two. Both backward products use mxfp8 on unrounded inputs.
 
 Blocks are along the dims that a product contracts, which come last in memory. So an array is
 rounded again for each product. The last block is padded with zeros.
@@ -69,8 +68,7 @@ class Blocks(NamedTuple):
 def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
     """Return x in E4M3, with a scale for each block of 32 elements; `summed` is padded with zeros.
 
-    Divided by its scale, the largest magnitude of a block is in (224, 448]. A block with a NaN or
-    Inf becomes NaN.
+    A block's largest magnitude / its scale is in (224, 448]. A block with a NaN or Inf becomes NaN.
     """
     blocks = _cut(x, BLOCK["mxfp8"])
     scales = scale_of(jnp.max(jnp.abs(blocks), axis=-1), E4M3)
@@ -81,8 +79,7 @@ def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
 def round_nvfp4(x: Float[Array, "batch rows summed"], scale: Float32[Array, ""]) -> Blocks:
     """Return x in E2M1, with a scale for each block of 16 elements, and `scale` for the array.
 
-    Compute `scale` with `scale_of_nvfp4`. `summed` is padded with zeros. A block becomes zeros if
-    its scale would be below E4M3's smallest number.
+    `summed` is padded with zeros. A block with a scale below E4M3's smallest number becomes zeros.
     """
     blocks = _cut(x, BLOCK["nvfp4"]) * (1 / scale)
     scales = (jnp.max(jnp.abs(blocks), axis=-1) / _LARGEST_E2M1).astype(E4M3)
@@ -139,8 +136,7 @@ def make_dot(
 class _Scaled(NamedTuple):
     """A product and its two gradient products; `dims` as in `types.dot`.
 
-    Gradient products are in mxfp8. The array scale is equal over `axes`. `is_narrow`: multiply the
-    rounded elements; otherwise multiply the values that they represent.
+    The array scale is equal over `axes`. `is_narrow`: multiply rounded elements, else their values.
     """
 
     matmul_dtype: str

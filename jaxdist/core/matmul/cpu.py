@@ -22,8 +22,7 @@ from jaxdist.core.types import Array
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Multiply as `types.dot` does: [*dims named after the arrow].
 
-    Dtypes other than float32, and other orders of dims than "rows inner, inner outer -> rows
-    outer", fall back to `types.dot`.
+    Only float32 and dims in the order "rows inner, inner outer -> rows outer" are faster.
     """
     if _num_inner(dims) == 0 or x.dtype != jnp.float32 or (out_dtype or x.dtype) != x.dtype:
         return types.dot(dims, x, w, out_dtype=out_dtype)

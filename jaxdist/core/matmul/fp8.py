@@ -1,12 +1,11 @@
 """Products in fp8: formats and scales.
 
 Activations and weights are rounded to E4M3, and gradients of a product's result to E5M2. Each array
-has one scale, computed from its largest magnitude. Forward and both backward products multiply
-8-bit elements and accumulate in a wider dtype.
+has one scale, computed from its largest magnitude.
 
-A GPU multiplies the 8-bit elements and scales the result. Other platforms multiply the values that
-they represent in the compute dtype, with the same result. This would not work on a GPU, because XLA
-treats narrowing and widening as excess precision and removes the rounding.
+A GPU multiplies the 8-bit elements, accumulates in a wider dtype and scales the result. Other
+platforms multiply the values that they represent in the compute dtype. On a GPU, XLA would treat
+narrowing and widening as excess precision and remove the rounding.
 
 Scales are powers of two, so a value is rounded equally under every scale, except the smallest
 values (below 2^-14 of the largest in E4M3). Sharding of the rows therefore hardly changes results.
@@ -47,8 +46,7 @@ _SMALLEST_SCALE = -100  # 2^-100 and its inverse cannot overflow
 def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "*arrays"]:
     """Return the power-of-two scales by which arrays are divided before rounding to `dtype`.
 
-    `largest` / scale is in (max / 2, max] of the format. The scale is 1 for zeros, and NaN if the
-    array has a NaN or Inf.
+    `largest` / scale is in (max / 2, max] of the format. The scale is 1 for 0, NaN for NaN or Inf.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = (bits >> 23) - 127 - _LARGEST_EXPONENT[dtype]
@@ -138,8 +136,7 @@ def names_of(dims: str) -> tuple[list[str], list[str], list[str]]:
 class _Product(NamedTuple):
     """A product and its two gradient products; `dims` as in `types.dot`.
 
-    Scales are equal over `axes`. `in_8_bits`: multiply the 8-bit elements; otherwise multiply the
-    values that they represent.
+    Scales are equal over `axes`. `in_8_bits`: multiply the 8-bit elements, else their values.
     """
 
     dims: str
@@ -237,8 +234,7 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
 
     `specs` of one layer have all mesh axes that shard a leaf. `is_product` marks the weights that
     `Context.dot` multiplies. Like `fsdp.gather`, weights are first rounded to the compute `dtype`.
-    Returns (E4M3 [layers, ...], float32 scales [layers], equal on all devices) or (). Not
-    differentiable.
+    Returns, for each leaf, (E4M3 [layers, ...], float32 scales [layers]), or (). No gradients.
     """
 
     def leaf(spec: P, product: bool, w: Float[Array, "layers ..."]) -> Any:
@@ -254,11 +250,9 @@ def round_weights(layers: Any, specs: Any, is_product: Any, dtype: Any) -> Any:
 def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Any:
     """Gather the weights of one layer like `fsdp.gather`; rounded ones become `RoundedWeight`s.
 
-    `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients are
-    computed for `shards` and ignore the rounding.
-
-    For a rounded leaf of n elements over k shards, each device sends n·(k−1)/k bytes in forward and
-    n·(k−1)/k elements of `reduce_dtype` in backward.
+    `rounded` is one layer of the result of `round_weights` for these `shards`. Gradients are those
+    of `shards` and ignore the rounding. For a rounded leaf of n elements over k shards, each device
+    sends n·(k−1)/k elements of 1 byte in forward and of `reduce_dtype` in backward.
     """
 
     def leaf(spec: P, w: Any, near: Any, dtype: Any) -> Any:

@@ -69,8 +69,7 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., tuple[Array, 
     """Make `Context.experts` for devices that have `experts / ep` experts each.
 
     Arguments and results [batch, seq, d_model] and int32 [], the rounds after the first, are those
-    of `experts.make_experts`. In a pass, a round sends 2 · `FACTOR` · experts_per_token times the
-    bytes of x.
+    of `experts.make_experts`. A round moves 2 · `FACTOR` · experts_per_token times the bytes of x.
     """
 
     def exchanged(

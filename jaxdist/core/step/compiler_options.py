@@ -86,8 +86,7 @@ def memory_limit(memory_bytes: int, fraction: float, arguments: int) -> Compiler
     """Return the memory limit for XLA's scheduler; None if no memory is left for the program.
 
     By default XLA limits a schedule to 0.8 of the memory. If a step needs more, fewer collectives
-    overlap with compute. The process may use `fraction` of `memory_bytes`; `arguments` are the
-    bytes of the program's arguments on one GPU.
+    overlap with compute. The process may use `fraction`; `arguments` are bytes on one GPU.
     """
     room = _OWN_SHARE * memory_bytes - arguments
     usable = (fraction - _SCRATCH) * memory_bytes - arguments

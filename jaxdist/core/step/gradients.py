@@ -49,13 +49,11 @@ def make_value_and_grad(
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """Make the differentiated part of a step, as a function of global arrays.
 
-    Frozen parameters have gradient None. In place of a gradient, a running average has the
-    statistic of this batch, and a parameter with update="increment" its increment
-    (`step/statistics.py`).
+    Frozen parameters have gradient None. Running averages and parameters with update="increment"
+    have the batch's statistic and the increment in its place (`step/statistics.py`).
 
     Returns (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, gradients,
-    norm). Gradients are of `trained_loss` / weight, float32, sharded like the moments. Their global
-    norm is float32 [].
+    global norm). Gradients are of `trained_loss` / weight, float32, sharded like the moments.
     """
     param_specs, trained_axes = layout.param_specs(model.axes), trained(model.axes, model.axes)
     micro_specs = layout.gradient_specs(trained_axes)
@@ -210,10 +208,9 @@ def make_evaluate(
 ) -> Callable[..., Sums]:
     """Make (params, batch [rows, ...]) -> sums over the global batch; no dropout.
 
-    Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, sums
-    [rows, seq, ...] of this device's rows are added over microbatches and stages only, and are
-    sharded like the batch; other sums are left out. With `trains`, the third argument is the key
-    of a training step, which has dropout.
+    Without pipeline stages, `num_microbatches` pass one after the other. With `is_sharded`, only
+    sums [rows, seq, ...] of this device's rows are returned, added over microbatches and stages and
+    sharded like the batch. With `trains`, the third argument is the key for dropout.
     """
     num_stages, stages = layout.size(PIPELINE), plan.pipeline
     forward = make_forward(model, layout, plan)

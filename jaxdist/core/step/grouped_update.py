@@ -1,8 +1,7 @@
 """The update of a step, group by group, with moments that a store keeps outside of the devices.
 
 A group is a range of layers of all stacked parameters, a range of rows of one large parameter, or
-several small parameters. One program computes gradients and decides whether the update applies. A
-loop on the host then runs one program per group:
+several small parameters. After the program of gradients, the host runs one program per group:
 
     reader thread   moments of group i+1, from the store
     devices         update of group i

@@ -42,8 +42,7 @@ def make_run_layers(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Make `ForwardPass.run_layers`: a scan over stacked layers that gathers each layer's weights.
 
-    Returns (block, layers [num_layers, ...], x [batch, seq_shard, d_model], aux, context) -> (x,
-    Sums of the layers).
+    Returns (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context) -> x, Sums.
     """
     if not model.num_layers:
         return scan_layers

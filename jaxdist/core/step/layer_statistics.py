@@ -41,8 +41,7 @@ def make_measure(
     """Make (state, batch [rows, ...], gradients, new parameters, metrics) -> statistics.
 
     `evaluate` makes a model's forward pass: (params, batch) -> global sums. `positions` is the
-    index of each layer among the stored ones, int [num_layers]. Frozen leaves and running averages
-    have no norms.
+    index of each layer among the stored ones, int [num_layers]. Only trained leaves have norms.
     """
     dims = dict(tree_leaves_with_path(model.axes))
 

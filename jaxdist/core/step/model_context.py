@@ -70,8 +70,7 @@ def describe_exchange(
     """Return log lines that describe how devices share rows; [] if they do not.
 
     `windows` are the attention windows of the layers, 0 = no window. `position_ids`, int
-    [num_rows, seq_len], are positions inside documents, from a sample of packed rows. `rows` is the
-    number of rows of a microbatch.
+    [num_rows, seq_len], are positions inside documents of a sample; a microbatch has `rows` rows.
     """
     used, size = plan.exchange, layout.size(CONTEXT)
     if used is None:

@@ -104,8 +104,7 @@ def make_token_values(
 ) -> Callable[[Params, Batch], dict[str, Array]]:
     """Make (params, batch) -> name -> values of each token [rows, seq, ...], sharded as the batch.
 
-    `values_of` maps (output of the head, this device's rows, context) to name -> [batch, seq, ...],
-    equal over the `tensor` axis. There is no dropout.
+    `values_of` is as in `make_row_values`, but returns [batch, seq, ...], equal over `tensor`.
     """
 
     def compute(params: Params, batch: Batch) -> dict[str, Array]:

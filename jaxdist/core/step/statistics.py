@@ -2,8 +2,7 @@
 
 A model marks them with `Parameter(dims, update="statistic")`. Its forward pass returns the batch's
 statistics as `Sums[BATCH_STATISTICS]`. The step passes these on in place of gradients, hidden from
-the optimizer. So it does with the increments of parameters with update="increment", which a model
-computes from the complete sums of the step.
+the optimizer, and in the same way the increments that a model computes from the step's sums.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 2; the momentum is PyTorch's.
 """

@@ -38,8 +38,7 @@ from jaxdist.core.weights import merged, trained
 
 Metrics = dict[str, Any]
 """Scalars by name, among them `applied` (bool). With `Reports`, `ROW_SUMS` float32 [rows] and
-`layer_statistics`. `layer_sums` are those of layers over the global batch, float32
-[num_layers, ...] by name, if the model has any."""
+`layer_statistics`. `layer_sums`, if any, are global sums of layers, float32 [num_layers, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Step:
 
     Attributes:
         train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-            skipped if the loss exceeds `limit` (float32 [], inf = no limit), if loss or
-            gradients are not finite, or if the global weight is 0 (no row has a label). Then
-            the metric `applied` is False.
+            skipped (metric `applied` False) if the loss exceeds `limit` (float32 [], inf = no
+            limit), if loss or gradients are not finite, or if the global weight is 0.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: execution context of the model (kernels, dtypes), for logs.
         options: compiler options of `train`, for logs; none on CPUs.
@@ -85,8 +83,7 @@ class Reports(NamedTuple):
     Attributes:
         layer_statistics_steps: interval at which the metrics have `layer_statistics`
             (`step/layer_statistics.py`); 0 = never.
-        num_row_losses: rows of a batch if the metrics have loss and weight of each
-            (`with_row_losses`), else 0.
+        num_row_losses: rows of a batch if the metrics have `ROW_SUMS`, else 0.
     """
 
     layer_statistics_steps: int = 0
@@ -277,10 +274,8 @@ def make_update(
 ) -> Callable[..., tuple[Params, Any]]:
     """Make (state, grads, norm, learning rate) -> (params, opt_state) with unchanged layouts.
 
-    Frozen parameters do not change; the optimizer receives None in their place.
-
-    Moments, gradients and the updated slice of the parameters have the same layout. Under ZeRO, XLA
-    therefore communicates only the new parameters.
+    Frozen parameters do not change; the optimizer receives None in their place. Moments, gradients
+    and the updated slice have one layout: under ZeRO, XLA communicates only the new parameters.
     """
     axes = trained(model.axes, model.axes)
     param_specs, moment_specs = layout.param_specs(axes), layout.moment_specs(axes)

@@ -90,9 +90,7 @@ class Instruction(NamedTuple):
         activation, cotangent, residual, output: buffer slots that the action uses, see `Lifetimes`;
             the spare slot (after the last one) if it uses none. An idle stage has a residual slot
             that is free, because it runs the action, too (`executor.py`).
-        activation_arrival: slot for the activation received at the end of the tick, or the spare
-            slot.
-        cotangent_arrival: slot for the received gradient, in the same way.
+        activation_arrival, cotangent_arrival: slots, maybe spare, for what arrives after the tick.
     """
 
     is_active: Any

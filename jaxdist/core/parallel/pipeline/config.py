@@ -79,9 +79,8 @@ class PipelineConfig:
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
         """Return the number of microbatches: the fewest of at least four per stage, else the most.
 
-        It divides the examples of `rows`. With four per stage the bubble is below 20 %; more
-        microbatches only make products smaller. Interleaved schedules prefer multiples of the
-        number of stages, so that groups are full.
+        It divides the examples of `rows`. With four per stage the bubble is below 20 %. Interleaved
+        schedules prefer multiples of the number of stages, so that groups are full.
         """
         counts = divisors_of(rows // rows_per_example)
         if self.num_virtual_stages != 1:

@@ -57,8 +57,7 @@ class Message(NamedTuple):
 Handler: TypeAlias = Callable[[Instruction, State], tuple[Array, State]]
 """Runs an action; returns what it sends, [microbatch, seq_shard, d_model], and the new state.
 
-A forward sends to the next stage, a backward to the previous one. In an idle stage, only unused
-slots of the state may change."""
+A forward sends to the next stage, a backward to the previous one; idle ones change no used slot."""
 
 
 def instructions_of(schedule: Schedule) -> Instruction:

@@ -1,12 +1,10 @@
 """Forward and backward of a layer as two functions that exchange a list of arrays.
 
 A pipeline stage runs the backward of a microbatch long after its forward, in another loop. `saved`
-is what waits in memory in between. It is as small as possible without computing a matrix product
-twice:
+is kept in between. It is small, although no matrix product of activations is computed twice:
 
 1. Values that depend only on weights and constants are computed again.
-2. A larger copy of a value (all-gathered over the tensor axis, cast to a wider dtype, broadcast) is
-   computed again from that value.
+2. A larger copy of a value (all-gathered, cast to a wider dtype, broadcast) is computed again.
 
 With `jax.checkpoint` around the layer, `saved` is what its policy saves, and the layer's input.
 Saved values are flat: otherwise XLA:GPU may choose another layout for the loop of the backward than
@@ -34,8 +32,7 @@ Layer = Callable[[Params, Array, Any], tuple[Array, Array | None, Sums]]
 class LayerVjp(NamedTuple):
     """Forward and backward of a layer.
 
-    x, y, dx and dy are [microbatch, seq_shard, d_model]. Weight gradients have the shapes of the
-    weights.
+    x, y, dx and dy are [microbatch, seq_shard, d_model].
 
     Attributes:
         forward: (weights, x, constants) -> (y, sums, saved); saved values are [size] each.

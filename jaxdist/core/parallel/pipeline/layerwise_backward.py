@@ -137,8 +137,7 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Scan `one` over the int32 [] indices of the layers of a virtual stage, without padding.
 
-    Layers that only some virtual stages have are optional. The other outputs are zeros for padding,
-    [layers, ...].
+    The second outputs are [layers, ...], zeros for padding.
     """
     slots, least = jnp.arange(layers.indices.shape[0]), layers.least
     options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)

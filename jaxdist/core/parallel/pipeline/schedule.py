@@ -11,8 +11,7 @@ schedule is a list of *ticks*. In a tick each stage runs one action or is idle:
     forward   run a virtual stage on a microbatch; send the output to the next one
     backward  compute its gradients; send the input's gradient to the previous one
 
-A value sent in a tick can be used from the next tick. All stages advance together, so a tick
-lasts as long as its longest action.
+A value sent in a tick can be used from the next tick. A tick lasts as long as its longest action.
 """
 
 from __future__ import annotations

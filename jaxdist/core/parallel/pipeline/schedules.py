@@ -1,13 +1,11 @@
 """The pipeline schedules, each a function that returns the action of every stage in every tick.
 
-`schedule.py` defines and checks schedules, `simulation.py` measures them. To add a schedule, write
-`(num_stages, num_microbatches, num_virtual_stages) -> Schedule` and add it to `SCHEDULES` and its
-name to `ScheduleName`.
+To add a schedule, write `(num_stages, num_microbatches, num_virtual_stages) -> Schedule` and add it
+to `SCHEDULES` and its name to `ScheduleName`.
 
-    1f1b   for training: alternating forwards and backwards, all stages with the same kind of action
-           in a tick; interleaved if a stage has several virtual stages
-    gpipe  all forwards, then all backwards; only drawn for comparison, because it keeps the
-           activations of every microbatch
+    1f1b   for training: ticks of forwards and of backwards alternate; interleaved if a stage has
+           several virtual stages
+    gpipe  all forwards, then all backwards, which keeps all activations; drawn for comparison
 
 The textbook 1F1B mixes forwards and backwards in one tick. All stages advance tick by tick, so its
 forwards would wait for backwards of other stages: for 4 stages and 16 microbatches its bubble is

@@ -34,8 +34,7 @@ class Costs:
 class Report:
     """Cost of a schedule.
 
-    Slots are those of the stage that needs most, including received values. Permutes are counted
-    for the loops of `plan_loops`.
+    Slots are those of the stage that needs most, permutes those of the loops of `plan_loops`.
 
     Attributes:
         duration: sum over ticks of the longest action, in forwards of one virtual stage.

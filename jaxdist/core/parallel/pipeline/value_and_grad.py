@@ -4,10 +4,8 @@ Any schedule of `schedules.py` runs inside the manual step, as one program for a
 (`executor.py`). The forward of a virtual stage saves, layer by layer, what its backward reads: the
 residuals that the remat policy selects, as without stages.
 
-Traffic per device and step; B is the size in bytes of one microbatch's activations:
-    ring permutes   B per exchange of the schedule (`simulation.Report`), in each direction
-    fsdp            all-gather of weights and reduce-scatter of gradients, in every action
-                    ("action") or once per step ("step")
+Each exchange of the schedule (`simulation.Report`) sends one microbatch's activations, or their
+gradients. fsdp gathers weights and reduces gradients in every action, or once per step (`gather`).
 """
 
 from __future__ import annotations
@@ -67,11 +65,9 @@ def make_pipeline_value_and_grad(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the pipelined computation of sums and local gradients, for use inside the manual step.
 
-    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums).
-    `policy` selects the residuals of a layer, as in `jax.checkpoint`; None selects the smallest set
-    with which backward multiplies nothing again (`layer_vjp.py`). `unroll` is the number of layers
-    per iteration of a loop. With `gather` = "step", `layer` must not gather. `as_loops` is that of
-    `run_if`.
+    `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums); it does not gather
+    with `gather` = "step". `policy` selects the residuals of a layer, as in `jax.checkpoint`; None
+    = those of `layer_vjp.py`. A loop runs `unroll` layers per iteration. `as_loops`: see `run_if`.
 
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
     (sums, gradients). Layers are in execution order (`virtual_stages.py`). Sums are on the stages

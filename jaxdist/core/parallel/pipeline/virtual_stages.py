@@ -96,8 +96,7 @@ def balanced(
 
     `head` is the time of the head, forward and backward, relative to that of a layer. A backward
     takes two forwards. All stages wait for the longest, and the head runs in the backward of the
-    last virtual stage. Of the others, the last ones are deeper, because earlier stages keep more
-    microbatches and the first one embeds.
+    last virtual stage. Of the others, the last ones are deeper.
     """
     total = num_stages * num_virtual_stages
 
@@ -133,8 +132,7 @@ def cheapest(
 ) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage for the shortest step.
 
-    More virtual stages idle less, but smaller loops over layers overlap less communication. `head`
-    is as in `balanced`.
+    More virtual stages idle less, but have smaller loops over layers. `head`: as in `balanced`.
     """
     p, m = num_stages, num_microbatches
     groups, last = divmod(m - 1, p)  # microbatches pass in groups of p
