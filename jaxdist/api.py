@@ -269,15 +269,14 @@ def _objects(
             make_model = lambda seq_len: model(seq_len=seq_len)
     if isinstance(data, Mapping) and "train" in data:
         data = (data["train"], data.get("validation", data.get("test")))
+    if data is None:
+        return make_model, None
     if isinstance(data, Mapping):
         values |= _flat({"data": data})
         return make_model, None
-    if isinstance(data, str | os.PathLike) or (
-        isinstance(data, list) and all(isinstance(item, str | os.PathLike) for item in data)
-    ):
-        values["data.sources"] = data if isinstance(data, list) else [data]
-        return make_model, None
-    if data is None:
+    paths = data if isinstance(data, list) else [data]
+    if all(isinstance(item, str | os.PathLike) for item in paths):
+        values["data.sources"] = paths
         return make_model, None
     name = _importable(data)
     values["data.sources"] = [name or PYTHON_ROWS]

@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 from test_checkpoint import checkpointer, small_state
 
-from jaxdist.checkpoint import CheckpointConfig, CheckpointError, orbax_io
+from jaxdist.checkpoint import CheckpointError, orbax_io
 from jaxdist.checkpoint.checkpointer import try_save_path
 from jaxdist.runtime.storage import locate
 
@@ -37,7 +37,7 @@ def test_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch)
     monkeypatch.setattr(
         orbax_io.OrbaxWriter, "wait", lambda self: (write(self), done.append("written"))[0]
     )
-    try_save_path(locate(tmp_path), CheckpointConfig(), group)
+    try_save_path(locate(tmp_path), group)
     assert done == ["written", "meet", "read", "meet"]
 
 

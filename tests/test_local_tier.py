@@ -21,7 +21,7 @@ from jaxdist.checkpoint.local import lineage, tier
 from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.checkpoint.local.store import LocalStore, Save, newest
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.runtime.coordination.transfer import FileServer, connected
+from jaxdist.runtime.coordination.transfer import FileClient, FileServer
 from jaxdist.runtime.storage import locate
 
 
@@ -87,7 +87,7 @@ def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
     server = FileServer(store.root, "secret", "127.0.0.1")
     try:
         other = LocalStore(locate(tmp_path / "b"))
-        with connected("127.0.0.1", server.port, "secret") as client:
+        with FileClient("127.0.0.1", server.port, "secret") as client:
             other.take(save, client.read)
             assert other.held() == [save] and other.problem(save) == ""
             assert other.read(save, "00000.0") == bytes(range(9))
@@ -99,7 +99,7 @@ def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
                 other.take(save, client.read)
             assert other.held() == []
         with (
-            connected("127.0.0.1", server.port, "guess") as stranger,
+            FileClient("127.0.0.1", server.port, "guess") as stranger,
             pytest.raises(OSError, match="signature"),
         ):
             stranger.read(f"{save.path}/manifest.json")
@@ -110,7 +110,7 @@ def test_files_are_sent_only_to_hosts_with_the_secret(tmp_path):
     finally:
         server.close()
     with pytest.raises(OSError):
-        connected("127.0.0.1", server.port, "secret").__enter__()
+        FileClient("127.0.0.1", server.port, "secret")
 
 
 def test_a_connection_cut_within_a_file_leaves_no_save(tmp_path):
@@ -129,7 +129,7 @@ def test_a_connection_cut_within_a_file_leaves_no_save(tmp_path):
         thread.start()
         other = LocalStore(locate(tmp_path / "b"))
         with (
-            connected("127.0.0.1", cutter.getsockname()[1], "secret") as client,
+            FileClient("127.0.0.1", cutter.getsockname()[1], "secret") as client,
             pytest.raises(OSError, match="cut"),
         ):
             other.take(Save(0, 1, "x"), client.read)

@@ -83,7 +83,7 @@ def test_text_in_a_bucket_has_the_tokens_of_local_files(text, tmp_path, source, 
         assert run_here("data.__main__", f"{url}/{source}", "--out", out) == 0
         corpora.append(Corpus(out))
     assert corpora[0].fingerprint == corpora[1].fingerprint and corpora[0].num_tokens > 1000
-    assert corpora[1].folder.uri().startswith("s3://")
+    assert str(corpora[1].folder).startswith("s3://")
 
 
 def test_only_required_parquet_columns_are_read(text, tmp_path, content_read):

@@ -161,7 +161,7 @@ def test_single_process_joins_without_connecting():
     job = runtime.join(environ={})
     assert (job.process_id, job.num_processes) == (0, 1)
     assert (job.num_devices, job.platform, job.source) == (8, "cpu", "alone")
-    assert len(job.hosts) == 1
+    assert len(job.host_of) == 1
     assert job.table().splitlines()[1].split()[2:] == ["0-7", "cpu", "-"]
 
 
@@ -185,7 +185,7 @@ def test_table_has_a_line_per_gpu():
     lines = job.table().splitlines()
     assert len(lines) == 5
     assert lines[-1].split() == ["1", "n1", "1", "NVIDIA", "H200", "GPU-11"]
-    assert job.hosts == ("n0", "n1")
+    assert job.host_of == {0: "n0", 1: "n1"}
 
 
 def test_console_is_for_process_0_and_c_output_goes_to_the_file(tmp_path):
@@ -306,7 +306,7 @@ def test_repeated_cache_setup_does_not_stack_handlers(tmp_path, monkeypatch, pro
         warnings, "showwarning", lambda message, *args, **kw: forwarded.append(message)
     )
     for number in range(1100):
-        backend._watch_for_damage(tmp_path / str(number))
+        warnings.showwarning = backend._DamageWatch(tmp_path / str(number))
     warnings.showwarning("another", UserWarning, "file.py", 1)
     assert forwarded == ["another"]
     (tmp_path / "1099" / "jit_f-1").mkdir(parents=True)  # unlink raises IsADirectoryError

@@ -143,7 +143,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(tier, "FileServer", lambda *_: types.SimpleNamespace(port=1))
     monkeypatch.setattr(tier, "own_address", lambda: "10.0.0.1")
     monkeypatch.setattr(
-        tier, "connected", lambda *_: contextlib.nullcontext(types.SimpleNamespace(read=None))
+        tier, "FileClient", lambda *_: contextlib.nullcontext(types.SimpleNamespace(read=None))
     )
     monkeypatch.setattr(tier, "digest_of", lambda leaves: f"s{own_id()}")
     monkeypatch.setattr(tier.LocalTier, "_start", lambda self, work, *args: work(*args))

@@ -336,7 +336,7 @@ class Checkpointer:
         leaves = pytree.leaves_of(state)
         self._group.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
         checksums([pytree.plain(leaf) for leaf in leaves])
-        try_save_path(self.directory, self.config, self._group)
+        try_save_path(self.directory, self._group)
         self._events.event("preflight", seconds=time.perf_counter() - start)
 
     def start_preflight(self, state: Any = None) -> None:
@@ -409,17 +409,17 @@ class Checkpointer:
         if partial := manifest.delete_partial(self.directory):
             self._log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
         if not self.config.local_dir:
-            lineage.forget(self.directory)
+            (self.directory / lineage.FILE_NAME).delete()  # later local saves start a new one
 
 
-def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
+def try_save_path(parent: Location, group: Group) -> None:
     """Write a small array sharded over all devices, read it back, delete it; raise if this fails.
 
     If only one process fails, the others may hang inside Orbax until they are killed.
     """
     directory = parent / ".preflight"
     try:
-        _round_trip(directory, config, group)
+        _round_trip(directory, group)
     except Exception as failure:
         # Raise immediately: the others may hang in Orbax, and this process's exit ends them.
         raise CheckpointError(
@@ -432,7 +432,7 @@ def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> N
                 directory.delete_tree()
 
 
-def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> None:
+def _round_trip(directory: Location, group: Group) -> None:
     group.decide(directory.delete_tree)
     group.decide(directory.make_directory)
     devices = jax.devices()
@@ -443,7 +443,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     )
     leaves = pytree.leaves_of({"params": {"preflight": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = orbax_io.make_writer(directory, config)
+    writer = orbax_io.make_writer(directory)
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays))
         writer.wait()

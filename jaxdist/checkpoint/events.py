@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdist.runtime.coordination import Group
@@ -135,6 +135,11 @@ class EventLog:
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
             f"stops at {allowed}; older checkpoints are untouched, the next interval tries again)"
         )
+
+
+def first_error(errors: Sequence[str]) -> str:
+    """Return the first text that is not empty, or ""."""
+    return next(filter(None, errors), "")
 
 
 def one_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ DOCUMENT = "meta/metadata"
 CORRUPT = "CORRUPT"
 SUPERSEDED = "SUPERSEDED"
 
-_TRANSIENT = {  # file server unreachable or slow, out of memory, too many open files
+_TRANSIENT = {  # the next attempt may succeed
     errno.ESTALE,
     errno.ETIMEDOUT,
     errno.ENOTCONN,
@@ -41,7 +41,6 @@ _TRANSIENT = {  # file server unreachable or slow, out of memory, too many open 
     errno.EMFILE,
     errno.ENFILE,
 }
-"""Transient errors: the next attempt may succeed."""
 
 _FORMAT = 1
 _KEYS = {"format", "step", "metrics", "files"}

@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ import numpy as np
 
 from jaxdist.checkpoint import manifest, object_io
 from jaxdist.checkpoint.blocks import Index
-from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.object_io import ObjectWriter
 from jaxdist.runtime.coordination.group import Barrier
 from jaxdist.runtime.storage import Location
@@ -42,9 +42,9 @@ SAVE_TIMEOUT_S = 300
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
-def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | ObjectWriter:
+def make_writer(directory: Location) -> OrbaxWriter | ObjectWriter:
     """Return the writer for a directory of a file system (Orbax) or an object store."""
-    return OrbaxWriter(config) if directory.is_local else ObjectWriter()
+    return OrbaxWriter() if directory.is_local else ObjectWriter()
 
 
 class OrbaxWriter:
@@ -55,9 +55,8 @@ class OrbaxWriter:
 
     fingerprints = None
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self) -> None:
         self._barrier = Barrier("checkpoint/save")
-        self._config = config
         self._writer: Any = None
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
@@ -147,8 +146,8 @@ def open_array(
         return object_io.open_array(checkpoint, item, keys, create)
     import tensorstore
 
-    base, path = (checkpoint / ARRAYS).uri() + "/", ".".join((item, *keys)) + "/"
-    store: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": path}
+    base, path = Path(str(checkpoint / ARRAYS)).absolute().as_uri(), ".".join((item, *keys))
+    store: dict[str, Any] = {"driver": "ocdbt", "base": f"{base}/", "path": f"{path}/"}
     spec: dict[str, Any] = {"driver": "zarr", "kvstore": store}
     if create is None:
         return _StoredArray(tensorstore.open(spec, open=True, read=True).result())

@@ -19,7 +19,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,7 +27,14 @@ from jaxdist.checkpoint import lock, manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import start_checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.events import CheckpointError, EventLog, Outcome, make_group, one_line
+from jaxdist.checkpoint.events import (
+    CheckpointError,
+    EventLog,
+    Outcome,
+    first_error,
+    make_group,
+    one_line,
+)
 from jaxdist.checkpoint.exports import Exports
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.runtime.coordination import Group
@@ -72,7 +79,7 @@ class Saver:
         self._background = make_group()  # its own group, because each thread needs one
         self._events = events
         self.exports = Exports(directory, config, events)
-        self._writer = orbax_io.make_writer(directory, config)
+        self._writer = orbax_io.make_writer(directory)
         self._failures: list[Outcome] = []  # since the last committed save
         # One thread for all saves: starting a thread per save would block training for 2 ms.
         self._thread = ThreadPoolExecutor(1, "checkpoint-finish")
@@ -298,7 +305,7 @@ class Saver:
             outcome.error = one_line(failure)
             self._writer.give_up()
         try:
-            if error := self._background.decide_from(outcome.error, _first):
+            if error := self._background.decide_from(outcome.error, first_error):
                 raise CheckpointError(error)
             outcome.num_bytes = self._commit(outcome, metrics, described)
         except Exception as failure:
@@ -332,7 +339,7 @@ class Saver:
             error = one_line(failure)
 
         def merge(replies: list[tuple[dict[str, list[int]], str]]) -> int:
-            if error := _first([error for _, error in replies]):
+            if error := first_error([error for _, error in replies]):
                 raise CheckpointError(error)
             files = {name: entry for own, _ in replies for name, entry in own.items()}
             self._write_manifest(outcome, files, metrics)
@@ -403,11 +410,6 @@ class Saved(NamedTuple):
 
     metrics: Mapping[str, float] = {}
     halfway: bool = False
-
-
-def _first(errors: Sequence[str]) -> str:
-    """Return the first error that is not empty, or ""."""
-    return next(filter(None, errors), "")
 
 
 def steps_to_delete(

@@ -14,7 +14,6 @@ import re
 import stat
 import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    _watch_for_damage(folder)
+    warnings.showwarning = _DamageWatch(folder)
     _keep_programs_of_every_process()
     return folder
 
@@ -163,23 +162,16 @@ _CACHE_ERROR = re.compile(
 )
 
 
-def _watch_for_damage(folder: Path) -> None:
-    """Send jax's warnings about the cache to a `_DamageWatch`."""
-    show = warnings.showwarning
-    if isinstance(show, _DamageWatch):  # set up for a previous cache
-        show = show.show
-    warnings.showwarning = _DamageWatch(folder, show)
-
-
 class _DamageWatch:
     """Log the first failed read and write of the cache in `folder`; delete entries jax cannot read.
 
-    jax never overwrites them. Other warnings are passed to `show`.
+    jax never overwrites them. Other warnings are passed on.
     """
 
-    def __init__(self, folder: Path, show: Callable[..., None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.show = show
+        show: Any = warnings.showwarning
+        self.show = getattr(show, "show", show)  # replace the watch of a previous cache
         self._warned: set[str] = set()
 
     def __call__(self, message: Any, *args: Any, **options: Any) -> None:

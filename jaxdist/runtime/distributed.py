@@ -82,11 +82,6 @@ class JoinedJob:
         return self.num_processes * len(self.local_devices)
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """Host names in the order of their first process."""
-        return tuple(dict.fromkeys(host for host, _ in self.host_runs))
-
-    @property
     def host_of(self) -> dict[int, str]:
         """Process id -> name of its host."""
         return dict(enumerate(host for host, count in self.host_runs for _ in range(count)))

@@ -130,14 +130,12 @@ def check_access(name: str, path: str) -> None:
     Other errors are ignored here, because the download reports them.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub import try_to_load_from_cache as cached
 
     repo, _, commit = name.partition("@")
-    options: dict[str, Any] = {"repo_type": "dataset", "revision": commit}
-    if is_offline() or isinstance(cached(repo, path, **options), str):
+    if in_cache(name, path):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(repo, path, **options))
+        get_hf_file_metadata(hf_hub_url(repo, path, repo_type="dataset", revision=commit))
     except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
         raise ConfigError(_problem(name, error, "dataset")) from None
     except Exception:  # the download reports a missing network

@@ -47,7 +47,7 @@ def _is_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress of work of `total` (0 = unknown) in a `unit`, e.g. "B"; a context manager."""
 
     def __init__(self, what: str, total: int, unit: str):
@@ -84,9 +84,6 @@ class Progress:
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -26,7 +26,7 @@ _ABORT_S = 2.0
 """Time-out for recording why the run ended after a second Ctrl-C."""
 
 
-class Preemption:
+class Preemption(contextlib.AbstractContextManager["Preemption"]):
     """Stop requests to this process, and the step at which all processes act on them.
 
     Create it at the start of a command, in the main thread. As a context manager it restores the
@@ -65,9 +65,6 @@ class Preemption:
                 _answer_interrupts(self)
         # jaxdist.launch blocks these signals until here, so that none is lost during imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
-
-    def __enter__(self) -> Preemption:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -45,8 +45,3 @@ def read(directory: Location) -> Lineage:
 def write(directory: Location, lineage: Lineage) -> None:
     """Store the lineage durably."""
     (directory / FILE_NAME).write(json.dumps(dataclasses.asdict(lineage)))
-
-
-def forget(directory: Location) -> None:
-    """Delete the lineage, because the run continues without local saves."""
-    (directory / FILE_NAME).delete()

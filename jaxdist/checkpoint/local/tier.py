@@ -39,6 +39,7 @@ from jaxdist.checkpoint.events import (
     CorruptCheckpoint,
     EventLog,
     Outcome,
+    first_error,
     make_group,
     one_line,
 )
@@ -49,7 +50,7 @@ from jaxdist.checkpoint.local.store import LocalStore, Save, newest
 from jaxdist.checkpoint.restore import check_arrays
 from jaxdist.core.types import Array
 from jaxdist.runtime.coordination import own_address
-from jaxdist.runtime.coordination.transfer import FileServer, connected
+from jaxdist.runtime.coordination.transfer import FileClient, FileServer
 from jaxdist.runtime.storage import Location, flush_appended, locate
 from jaxdist.settings import ConfigError
 
@@ -219,9 +220,7 @@ class LocalTier:
             self._store.delete([own, *taken])
             self._events.failed_locally(step, str(failure))
             return
-        except (
-            Exception
-        ) as failure:  # process 0 failed: the next start checks which saves are complete
+        except Exception as failure:  # of process 0; the next start checks what is complete
             self._events.failed_locally(step, one_line(failure))
             return
         outcome.written_s = time.perf_counter() - begin
@@ -254,10 +253,8 @@ class LocalTier:
             outcome.error = f"{one_line(error)} ({who})"
 
     def _barrier_or_raise(self, outcome: Outcome) -> None:
-        if errors := self._background.decide_from(
-            outcome.error, lambda replies: [text for text in replies if text]
-        ):
-            raise CheckpointError(errors[0])
+        if error := self._background.decide_from(outcome.error, first_error):
+            raise CheckpointError(error)
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> Assignment:
         """Return whether this process writes its shards, and which peers' shards it copies.
@@ -342,8 +339,8 @@ class LocalTier:
             arrays = from_host(leaves, lambda name: self._store.read(save, name))
         except Exception as error:  # do not raise yet: the others wait for an answer
             problem = one_line(error)
-        if problems := self._group.decide_from(problem, lambda replies: [x for x in replies if x]):
-            raise CorruptCheckpoint(f"local save of step {save.step}: {problems[0]}")
+        if problem := self._group.decide_from(problem, first_error):
+            raise CorruptCheckpoint(f"local save of step {save.step}: {problem}")
         entries = [document["arrays"][leaf.name] for leaf in leaves]
         try:
             check_arrays(leaves, arrays, entries)
@@ -391,7 +388,7 @@ class LocalTier:
         return problem
 
     def _fetch(self, save: Save, peer: Peer) -> None:
-        with connected(peer.address, peer.port, self._secret) as client:
+        with FileClient(peer.address, peer.port, self._secret) as client:
             self._store.take(save, client.read)
 
     # -- starting ----------------------------------------------------------------------------------

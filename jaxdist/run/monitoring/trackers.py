@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from jaxdist.run.metrics_log import ExitReason, plain
 from jaxdist.runtime.named_function import named_function
-from jaxdist.runtime.storage import Mirror, locate, mirror
+from jaxdist.runtime.storage import Mirror, locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -276,7 +276,7 @@ class TensorBoard:
         self._mirror: Mirror | None = None
         if self._scratch is not None:
             name = next(n for n in locate(folder).entries() if n.endswith(suffix))
-            self._mirror = mirror(Path(folder) / name, self._path / name)
+            self._mirror = Mirror(Path(folder) / name, self._path / name)
 
     def _safely(self, write: Callable[[], Any]) -> None:
         """Call `write`; log only its first OSError: metrics.jsonl has the missing points."""

@@ -104,19 +104,18 @@ def _watch_abort() -> None:
 
 def _watch() -> None:
     while service.is_joined():
+        process_id, _ = service.process_id_and_count()
         try:
             failure = service.get(_KEY, 60.0)
         except TimeoutError:
             continue
         except Exception as error:  # disconnected: this process is leaving, or jax aborts it soon
             if "UNAVAILABLE" in str(error):
-                process_id, _ = service.process_id_and_count()
                 _end(
                     f"process {process_id} on {socket.gethostname()} {FOLLOWED} 0, which runs "
                     "jax's coordination service, died or became unreachable: its log has the cause"
                 )
             return
-        process_id, _ = service.process_id_and_count()
         if failure["process"] != process_id:
             _follow(failure, process_id)
         return

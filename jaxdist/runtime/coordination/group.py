@@ -52,7 +52,7 @@ class Group:
     ) -> None:
         joined = service.is_joined()
         self.process_id, self.num_processes = service.process_id_and_count() if joined else (0, 1)
-        _made[name] += 1
+        _made[name] += joined
         self.prefix = f"{name}/{_made[name]}"
         self.timeout_s = timeout_s
         self._errors = {error.__name__: error for error in errors}
@@ -167,37 +167,32 @@ class Group:
 
 def decide(topic: str, decision: Callable[[], Any]) -> Any:
     """Call `Group.decide`; the n-th call with a topic matches the n-th one of other processes."""
-    return _group(topic).decide(decision) if service.is_joined() else decision()
+    return _group(topic).decide(decision)
 
 
 def decide_from(
     topic: str, value: Any, decision: Callable[[list[Any]], Any], timeout_s: float = _WAIT_S
 ) -> Any:
     """Call `Group.decide_from`; see `decide`."""
-    if not service.is_joined():
-        return decision([value])
-    group = _group(topic)
-    group.timeout_s = timeout_s
-    return group.decide_from(value, decision)
+    return _group(topic, timeout_s).decide_from(value, decision)
 
 
 def collect(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
     """Call `Group.collect`; see `decide`."""
-    if not service.is_joined():
-        return [value]
-    group = _group(topic)
-    group.timeout_s = timeout_s
-    return group.collect(value)
+    return _group(topic, timeout_s).collect(value)
 
 
 def scatter(topic: str, decision: Callable[[], Sequence[Any]]) -> Any:
     """Call `Group.scatter`; see `decide`."""
-    return _group(topic).scatter(decision) if service.is_joined() else decision()[0]
+    return _group(topic).scatter(decision)
 
 
-def _group(topic: str) -> Group:
+def _group(topic: str, timeout_s: float = _WAIT_S) -> Group:
+    if not service.is_joined():
+        return Group(topic)
     if topic not in _topics:  # kept, because its next call deletes the keys of this call
         _topics[topic] = Group(topic)
+    _topics[topic].timeout_s = timeout_s
     return _topics[topic]
 
 

@@ -14,7 +14,6 @@ import secrets
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
 
 from jaxdist.runtime.cluster_environment import is_loopback
 from jaxdist.runtime.storage import Location
@@ -47,7 +46,7 @@ class FileServer:
         self._server.server_close()
 
 
-class FileClient:
+class FileClient(contextlib.AbstractContextManager["FileClient"]):
     """Connection to another process's `FileServer`; raises `OSError` if it fails."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
@@ -73,20 +72,9 @@ class FileClient:
             raise OSError(f"{path}: the connection was cut after {len(data)} of {int(size)} bytes")
         return data
 
-    def close(self) -> None:
-        """Close the connection."""
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._socket.close()
-
-
-@contextlib.contextmanager
-def connected(host: str, port: int, secret: str) -> Iterator[FileClient]:
-    """Yield a `FileClient` of the server at host and port; close it after the block."""
-    client = FileClient(host, port, secret)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -19,12 +19,12 @@ def in_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def in_si(number: float, digits: int = 3) -> str:
+def in_si(number: float) -> str:
     """Format 8030261248 as "8.03B", as model cards do."""
     for value, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= value:
-            return f"{number / value:.{digits}g}{letter}"
-    return f"{number:.{digits}g}"
+            return f"{number / value:.3g}{letter}"
+    return f"{number:.3g}"
 
 
 def count(value: float) -> str:

@@ -31,7 +31,7 @@ from jaxdist.runtime.storage.location import (
     remove_empty,
 )
 from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, problem_of
-from jaxdist.runtime.storage.parts import Mirror, flush_appended, mirror
+from jaxdist.runtime.storage.parts import Mirror, flush_appended
 from jaxdist.settings.declare import ConfigError
 
 

@@ -80,10 +80,6 @@ class Location(os.PathLike[str]):
         """Return this location with an absolute path."""
         return dataclasses.replace(self, path=os.path.abspath(self.path))
 
-    def uri(self) -> str:
-        """Return the file:// URL of the path, for TensorStore."""
-        return Path(self.path).absolute().as_uri()
-
     def entries(self) -> list[str]:
         """Return the sorted names directly below; [] without a directory."""
         try:

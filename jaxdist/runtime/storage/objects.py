@@ -195,10 +195,6 @@ class ObjectLocation(Location):
         """Return this URL, which does not depend on the working directory."""
         return self
 
-    def uri(self) -> str:
-        """Return the URL."""
-        return self.path
-
     def entries(self) -> list[str]:
         """Return the sorted names directly below; [] if there are none."""
         import obstore

@@ -73,11 +73,6 @@ def spool(location: Location, next_part: Callable[[], int]) -> int:
     return _spools[location.path].descriptor()
 
 
-def mirror(file: Path, location: Location) -> Mirror:
-    """Return a `Mirror`: a thread copies a local file to a location whenever it has grown."""
-    return Mirror(file, location)
-
-
 class _Uploaded(abc.ABC):
     """A file that a background thread uploads; methods raise `OSError` if an upload failed."""
 
@@ -176,7 +171,7 @@ class _Spool(PartAppender):
 
 
 class Mirror(_Uploaded):
-    """A local file that is copied to a location whenever it has grown."""
+    """A local file that a thread copies to a location whenever it has grown."""
 
     def __init__(self, file: Path, location: Location) -> None:
         self._file, self._location, self._size = file, location, -1

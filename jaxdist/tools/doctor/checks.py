@@ -147,7 +147,7 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
         ok(
             "job",
             f"{job.num_devices} × {kinds} ({job.platform}) in {job.num_processes} process(es) on "
-            f"{len(job.hosts)} host(s), started by: {job.source}",
+            f"{len(set(job.host_of.values()))} host(s), started by: {job.source}",
         )
     ]
     if job.num_processes > 1:
