@@ -332,7 +332,7 @@ def test_next_attempt_runs_without_a_lost_gpu(tmp_path, monkeypatch):
     )
     code, _, err = launched.end()
     assert code == 0
-    assert "1 GPUs are visible, 2 before" in err
+    assert "other GPUs are visible: 1 processes, 2 before" in err
     ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
     assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
 

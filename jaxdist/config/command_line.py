@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.config import CheckpointConfig
@@ -25,9 +25,18 @@ from jaxdist.models.huggingface.directory import folder_of, is_model, read_model
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import is_url, locate, read_url
-from jaxdist.settings import ConfigError, read_settings, split_flags, value_of, without_flags
+from jaxdist.settings import (
+    ConfigError,
+    problems_of,
+    read_settings,
+    split_flags,
+    value_of,
+    without_flags,
+)
 from jaxdist.settings.reader import InputValues
 from jaxdist.settings.schema import BadValueError, read_value
+
+C = TypeVar("C", bound=RunConfig)
 
 ALIASES = {
     "mesh": "mesh.shape",
@@ -74,6 +83,28 @@ def read_run(
         values=values,
         read_url=read_url,
     )
+
+
+def read_elsewhere(
+    cls: type[C], argv: Sequence[str], *, command: str, summary: str, **changes: Any
+) -> C:
+    """Return the settings of a command that needs no files of the run.
+
+    Its rules are checked with these `changes`, except those of the data.
+    """
+    config = read_settings(
+        cls,
+        argv,
+        command=command,
+        summary=summary,
+        aliases=ALIASES,
+        check_rules=False,
+        read_url=read_url,
+    )
+    run = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", **changes)
+    if problems := [rule for rule in problems_of(run) if not rule.startswith("data.")]:
+        raise ConfigError(problems, heading=command)
+    return config
 
 
 def _small_run(argv: Sequence[str], command: str) -> tuple[RunConfig, list[str]]:

@@ -4,7 +4,8 @@
 jax must be configured before its import (no GPU, no cached executable), the compiler writes
 warnings to the stderr descriptor, and only a process can be stopped if compilation takes too long.
 
-It prints one line of JSON: the facts, or `{"refused": [...]}` for illegal settings.
+It prints one line of JSON: the facts, or `{"refused": [...]}` for illegal settings. Other errors
+end it with a traceback.
 """
 
 from __future__ import annotations

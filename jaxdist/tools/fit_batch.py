@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxdist import runtime
 from jaxdist.config import RunConfig
-from jaxdist.config.command_line import ALIASES
+from jaxdist.config.command_line import read_elsewhere
 from jaxdist.core.parallel.axes import PIPELINE
 from jaxdist.core.types import rows_per_example
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes
@@ -31,8 +31,7 @@ from jaxdist.run.setup import Parts, assemble, decide_step
 from jaxdist.run.teacher import with_teacher
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import waiting
-from jaxdist.runtime.storage import read_url
-from jaxdist.settings import ConfigError, problems_of, read_with_origins, setting
+from jaxdist.settings import ConfigError, setting
 
 COMMAND = "jaxdist.plan batch"
 
@@ -60,7 +59,7 @@ class FitConfig(RunConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the largest batch that fits, after each trial; with --rows only that one. Return 0."""
+    """Print each trial and the largest batch that fits, or that of --rows as JSON; return 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = _read(words)
     if config.rows:
@@ -92,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def search(fits: Callable[[int], bool], guess: int) -> int:
     """Return the most rows that fit, or up to 1/`_FINENESS` less; 1 row fits.
 
-    `guess` is tried first, then more rows in growing steps, then those between.
+    `guess` is tried first, then more rows in growing steps, then those between. From `_MOST_ROWS`
+    rows on, the search ends.
     """
     low, high, following = 1, 0, max(1, guess // 8)
     step = max(1, guess - 1)
@@ -108,7 +108,7 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def trial(config: FitConfig) -> dict[str, Any]:
-    """Run steps of `config.rows` rows per replica; return `fits`, memory in bytes or `reason`."""
+    """Run steps of `config.rows` examples per replica; return `fits`, memory or `reason`, ..."""
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()
@@ -145,7 +145,7 @@ def trial(config: FitConfig) -> dict[str, Any]:
 
 
 def _with_rows(config: FitConfig, parts: Parts) -> Parts:
-    """Return the parts of the run with `config.rows` rows per replica and microbatch."""
+    """Return the parts of the run with `config.rows` examples per replica and microbatch."""
     train, unit = parts.config.train, rows_per_example(parts.model.objective)
     count = train.num_microbatches if parts.spec[PIPELINE] > 1 else 1
     rows = config.rows * unit * count * parts.spec.num_replicas
@@ -219,21 +219,7 @@ def _line(result: Mapping[str, Any]) -> str:
 
 
 def _read(words: Sequence[str]) -> FitConfig:
-    """Return the settings of the command line; data need not exist."""
-    config, _ = read_with_origins(
-        FitConfig,
-        words,
-        command=COMMAND,
-        summary=__doc__ or "",
-        aliases=ALIASES,
-        check_rules=False,
-        read_url=read_url,
-    )
-    elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="")
-    problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]
-    if problems:
-        raise ConfigError(problems, heading=COMMAND)
-    return config
+    return read_elsewhere(FitConfig, words, command=COMMAND, summary=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ from jaxdist.runtime.storage import read_url
 from jaxdist.settings import ConfigError, read_settings, setting
 
 SUMMARY = """\
-List the rows of the batch behind a loss or gradient spike: each row's own loss, its source and the
-part of its text with the highest loss. For rows with a label: label and prediction.
+List the rows of the batch behind a loss or gradient spike: each row's own loss, its source and its
+text from the part with the highest loss on. For rows with a label: label and prediction.
 
     jaxdist data spike runs/NAME 1200      (also: python -m jaxdist.spike)
 
-The losses are those of the state before the step: of the nearest checkpoint at or before it, after
+The losses are cross-entropies, by the state before the step: the nearest checkpoint, after
 repeating the steps in between. They have no dropout, and batch norm uses its running averages."""
 
 _NUM_PARTS = 8
-"""A row is divided into as many parts; the excerpt is of the one with the highest loss."""
+"""A row is divided into as many parts; the excerpt begins at the one with the highest loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@
 Takes the settings of training and needs no GPU: it traces the step on simulated devices and follows
 every value over every mesh axis. It prints the transfers of the step, and reports each reduction
 that is missing, done twice or done on wrong values, with parameter, line and fix. Custom models are
-audited too. Every run does the same before it compiles its step.
+audited too. A run does the same before it compiles its step, unless override=audit.
 
-Exit code: 0 without a violation, 2 with one or with bad settings.
+Exit code: 0 without a violation (or a difference, with --deep), else 2; also 2 with bad settings.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import jax
 
 from jaxdist import runtime
 from jaxdist.config import RunConfig
-from jaxdist.config.command_line import ALIASES
+from jaxdist.config.command_line import read_elsewhere
 from jaxdist.plan.audit import Audit
 from jaxdist.plan.audit.step import text_of
 from jaxdist.run.audit import MeshDifference, audit_parts, differences
 from jaxdist.run.setup import Parts, assemble
-from jaxdist.runtime.storage import read_url
-from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origins, setting
+from jaxdist.settings import Removed, setting
 
 COMMAND = "jaxdist.audit"
 
@@ -55,34 +54,17 @@ class AuditConfig(RunConfig):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of simulated devices: the mesh size; if open, --simulate or 8."""
+        """Return the number of simulated devices: the mesh size; if not set, --simulate or 8."""
         spec = self.mesh.spec
         if spec is None or spec.is_open:
             return self.simulate or NUM_DEVICES
         return spec.num_devices
 
 
-def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
-    """Return the settings of the command line; the data files of the run need not exist."""
-    config, _ = read_with_origins(
-        AuditConfig,
-        argv,
-        command=COMMAND,
-        summary=summary,
-        aliases=ALIASES,
-        check_rules=False,
-        read_url=read_url,
-    )
-    elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", simulate=0)
-    problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]
-    if problems:
-        raise ConfigError(problems, heading=COMMAND)
-    return config
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Audit the train step of a mesh, print the result; return 0 without a violation, else 2."""
-    config = read_audit(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
+    """Audit the train step of a mesh, print the result; return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    config = read_elsewhere(AuditConfig, words, command=COMMAND, summary=__doc__ or "", simulate=0)
     runtime.simulate(config.num_devices)
     parts = assemble(config.run, jax.devices()[: config.num_devices])
     audit = audit_parts(parts)

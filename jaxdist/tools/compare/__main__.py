@@ -4,11 +4,11 @@
     python -m jaxdist.compare runs/A runs/B --rerun false
 
 It first reads both run directories: different settings and software, the first step with different
-data rows, the first step with a different loss, and the first checkpoint with different arrays.
-Then it reruns the steps after the last equal checkpoint, each run with its own settings, and
-compares digests of parameters, activations and gradients of every layer. It reports the first step,
-layer and tensor that differ. If the reruns are equal, it reports which run recorded other values.
-Nothing is written into a run directory.
+data rows, the first step with a different loss, gradient norm or learning rate, and the first
+checkpoint with different arrays. Then it reruns the steps after the last equal checkpoint, each run
+with its own settings but on one mesh, and compares digests of parameters, activations and gradients
+of every layer. It reports the first step, layer and tensor that differ. If the reruns are equal, it
+reports which run recorded other values. Nothing is written into a run directory.
 
 Exit code: 0 if the runs are equal, 1 if they diverge, 2 if they cannot be compared.
 """
@@ -49,7 +49,7 @@ class CompareConfig:
     a: str = setting("", "directory of run A", required=True)
     b: str = setting("", "directory of run B", required=True)
     rerun: bool = setting(
-        True, "rerun the steps around the first difference; false = read files only"
+        True, "rerun the steps up to the first difference; false = read files only"
     )
     mesh: str = setting("", "mesh of the rerun; empty = that of run A")
     simulate: int = setting(
@@ -183,8 +183,8 @@ def _recorded_otherwise(
             )
         else:
             lines.append(
-                f"{name}: {' and '.join(differences)}. The cause is a device or its software at "
-                "that time (resilience.sdc_check_interval_steps finds a device)."
+                f"{name}: {' and '.join(differences)}. The likely cause is a device or its "
+                "software at that time (resilience.sdc_check_interval_steps finds a device)."
             )
     return lines
 

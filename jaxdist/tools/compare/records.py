@@ -25,9 +25,9 @@ class Divergence:
 
     `settings` and `environment` map a name to its value in both runs, None if a run lacks it.
     `data_step` is the first step with different rows; None without a difference or a ledger. `step`
-    is the first step with a different loss or other metric; `numbers` maps its name to both values.
-    `checkpoint` is the oldest step whose checkpoints differ, and `arrays` names the arrays that
-    differ.
+    is the first step with a different loss, gradient norm or learning rate, and `numbers` maps the
+    names of those to both values. `checkpoint` is the oldest step whose checkpoints differ,
+    `arrays` the names of the arrays that differ; `num_arrays` counts all of run A.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -48,7 +48,7 @@ class Divergence:
 
     @property
     def last_to_rerun(self) -> int:
-        """Return the first step with different records, or after a different checkpoint."""
+        """Return the first step with different records, or the one after a different checkpoint."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 

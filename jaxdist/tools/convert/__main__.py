@@ -12,8 +12,8 @@
     to-peft RUN OUT          a run's adapters as a PEFT directory
     add-tokens DIR OUT       a Hugging Face model with new special tokens
 
-RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the default is the
-newest valid one, --step selects another. See `python -m jaxdist.convert VERB --help`.
+RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint. Of several checkpoints
+the newest valid one is the default (verify: all). See `python -m jaxdist.convert VERB --help`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`convert add-tokens DIR OUT --tokens '<|im_start|>,<|im_end|>'`: a model with new special tokens.
 
-DIR and OUT are Hugging Face model directories; DIR may be ORG/NAME[@REVISION] on the hub. The
-embedding table and the head get a row for each new token: the mean of the rows of all old tokens
+DIR and OUT are Hugging Face model directories; DIR may be ORG/NAME[@REVISION] on the hub. Rows of
+the embedding table and the head without an old token become the mean of the rows of all old tokens
 (in float64, rounded once). All other weights keep every bit. Train OUT with `--init-from OUT`.
 """
 
@@ -39,7 +39,7 @@ class Config:
     tokens: list[str] = setting(
         [], "new special tokens, which are never split; a token that exists keeps its row"
     )
-    shard_gb: float = setting(5.0, "largest size of a file in GB; 0 = one file", ge=0)
+    shard_gb: float = setting(5.0, "largest file of several tensors, GB; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:
@@ -111,7 +111,7 @@ def _add(files: dict[str, bytes], tokens: list[str]) -> tuple[dict[str, int], se
 
 
 def _slabs(tensor: safetensors.StoredTensor) -> Iterator[np.ndarray]:
-    """Yield a tensor in parts [rows, ...] of `_SLAB_ROWS` rows."""
+    """Yield a tensor in parts [rows, ...] of at most `_SLAB_ROWS` rows."""
     if not tensor.shape:
         yield tensor.read()
         return

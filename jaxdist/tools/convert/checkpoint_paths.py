@@ -24,7 +24,7 @@ class WeightsToConvert:
 
     src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     out: str = setting("", "new directory for the result", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    step: int = setting(-1, "step of the checkpoint; -1 = as named by SRC, else the newest valid")
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
         "ema = moving average of the weights, raw = as trained, auto = the average if the run has "

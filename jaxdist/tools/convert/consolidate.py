@@ -24,14 +24,14 @@ class Config:
 
     src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     out: str = setting("", "new directory for model*.safetensors", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    step: int = setting(-1, "step of the checkpoint; -1 = as named by SRC, else the newest valid")
     items: Literal["params", "all"] = setting(
         "params", "params = weights only; all = all arrays, e.g. optimizer state"
     )
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of floating-point weights; stored = unchanged"
     )
-    shard_gb: float = setting(0.0, "largest file size in GB, with an index; 0 = one file", ge=0)
+    shard_gb: float = setting(0.0, "largest file of several tensors, GB; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:

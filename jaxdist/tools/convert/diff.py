@@ -24,10 +24,10 @@ class Config:
     b: str = setting(
         "", "run directory, its checkpoints/, or one checkpoint B, to compare with A", required=True
     )
-    step_a: int = setting(-1, "step of the checkpoint of A; -1 = the newest valid one")
-    step_b: int = setting(-1, "step of the checkpoint of B; -1 = the newest valid one")
+    step_a: int = setting(-1, "checkpoint of A; -1 = as named by A, else the newest valid")
+    step_b: int = setting(-1, "checkpoint of B; -1 = as named by B, else the newest valid")
     under: str = setting("", "compare only arrays whose names begin with this, e.g. params")
-    limit: int = setting(40, "number of arrays printed, largest difference first; 0 = all", ge=0)
+    limit: int = setting(40, "most arrays to print, the largest difference first; 0 = all", ge=0)
     json: bool = setting(False, "print one JSON object instead of text")
 
 

@@ -25,7 +25,7 @@ class Config:
     """Settings of `convert inspect`: checkpoint and extent of the output."""
 
     path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    step: int = setting(-1, "step of the checkpoint; -1 = as named by PATH, else the newest valid")
     under: str = setting("", "print only arrays whose names begin with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings of the run")
     json: bool = setting(False, "print one JSON object instead of text")

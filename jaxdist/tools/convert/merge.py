@@ -1,8 +1,8 @@
 """`convert merge RUN OUT`: add the adapters of a run to its frozen weights, as a new run.
 
-The new run has complete weights: to-hf exports it, and `--init-from` trains it further. Quantized
-weights are dequantized first, so that the merged model computes as it was trained. It needs host
-memory for the frozen weights.
+The new run has complete weights: to-hf exports a decoder, and `--init-from` trains it further.
+Quantized weights are dequantized first, so that the merged model computes as it was trained. It
+needs host memory for the frozen weights.
 """
 
 from __future__ import annotations

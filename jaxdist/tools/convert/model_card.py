@@ -28,7 +28,7 @@ def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library:
         "records": settings.data.records,
         "objective": settings.objective.kind,
         "optimizer": f"{settings.optim.optimizer}, peak learning rate {settings.optim.peak_lr}",
-        **{f"held-out {name}": f"{value:.4g}" for name, value in metrics.items()},
+        **{f"evaluation: {name}": f"{value:.4g}" for name, value in metrics.items()},
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())

@@ -1,8 +1,8 @@
 """`convert reshard SRC DST --mesh dp=4,tp=2`: rewrite a checkpoint for another mesh.
 
-Any checkpoint loads on any mesh. After a rewrite in chunks equal to the shards of a mesh, every
-later start on that mesh reads each byte once. It needs no GPU, keeps one chunk in memory and
-verifies the arrays.
+Any checkpoint loads on any mesh. After a rewrite in chunks that divide the shards of a mesh, no
+device of a later start on that mesh reads more than its shards. It needs no GPU, keeps one chunk in
+memory and verifies the arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Config:
 
     src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)
-    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
+    step: int = setting(-1, "step of the checkpoint; -1 = as named by SRC, else the newest valid")
     mesh: str = setting("dp=1", "target mesh, e.g. fsdp=64 or dp=4,tp=2,pp=2")
     items: Literal["all", "params"] = setting(
         "all", "all = with optimizer state, for resuming; params = weights only"

@@ -1,7 +1,7 @@
 """`convert to-hf RUN OUT`: write the weights of a run as a Hugging Face model directory.
 
-`config.json`, safetensors in shards with an index, and the tokenizer's files; transformers opens it
-with `AutoModelForCausalLM.from_pretrained(OUT)`.
+`config.json`, safetensors in shards with an index, the tokenizer's files, and a `README.md` that
+shows how transformers opens it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Config(Export):
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of the weights; stored = unchanged"
     )
-    shard_gb: float = setting(5.0, "largest size of a file in GB; 0 = one file", ge=0)
+    shard_gb: float = setting(5.0, "largest file of several tensors, GB; 0 = one file", ge=0)
 
 
 def run(config: Config) -> int:
@@ -173,7 +173,7 @@ def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
         print("\n".join(error.problems))
         exists = False
     if not exists:
-        print(f"no tokenizer is written: {name!r} does not exist. Copy it to {out}.")
+        print(f"no tokenizer is written: {name!r} does not exist. Copy it to the output.")
         return unknown
     tokenizer = load_tokenizer(name, data.eos_token)
     stops = set(tokenizer.stop_ids)

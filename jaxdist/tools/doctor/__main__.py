@@ -10,7 +10,7 @@ the settings of a run. With several processes, started in the same way as traini
 that all run the same code, reach each other, agree on the time and share the run directory. It
 times an all-reduce over each mesh axis and reports slow or wrong devices.
 
-Exit code: 0 if a run can start, 1 on an error (with --strict also on a warning), 2 on bad flags.
+Exit code: 0, 1 after an error (with --strict also after a warning), 2 on bad flags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist import runtime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check machine or job, print findings; return 0, or 1 after an error (--strict: a warning)."""
+    """Check machine or job, print findings; return the exit code."""
     # Imported here, so that `run_command` reports a failed import of jax.
     from jaxdist.tools.doctor.checks import read_doctor, run
 

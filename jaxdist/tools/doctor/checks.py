@@ -43,7 +43,7 @@ class DoctorConfig(RunConfig):
     json: bool = setting(False, "print one JSON object instead of text")
     strict: bool = setting(False, "exit with 1 on warnings too, not only on errors")
     disk_mib: int = setting(
-        64, "MiB written, synced and read back in the run directory; 0 = none", ge=0
+        64, "MiB written, synced and read back on the disk of the run directory; 0 = none", ge=0
     )
     allreduce_mib: int = setting(
         0, "MiB per device for the all-reduce of each mesh axis; 0 = 256 on GPUs, 1 on CPU", ge=0
@@ -51,7 +51,7 @@ class DoctorConfig(RunConfig):
     wait_s: int = setting(60, "seconds that processes wait for each other in one check", ge=1)
 
     def problems(self) -> list[str]:
-        """Return only problems of the run directory; the report lists others as findings."""
+        """Return problems of the run directory; those of training are findings of the report."""
         problem = file_system_problem(self.run_dir, "disks are measured")
         return [f"run_dir={problem}"] if problem else []
 
@@ -138,9 +138,9 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
 
 
 def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    """Return findings of all processes together, in process 0; collective.
+    """Return findings of all processes together, in other processes than 0 an incomplete list.
 
-    `hosts` is the host of each process.
+    Collective. `hosts` is the host of each process.
     """
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
     results = [

@@ -1,4 +1,4 @@
-"""Check that all devices compute equal results, and time an all-reduce over each mesh axis."""
+"""Check what devices compute, and time an all-reduce over each mesh axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPEATS = 5
 _SLOW = 0.75
 """Share of the median speed below which a device or group is reported."""
 _OF_THE_LINK = 0.3
-"""Share of the link bandwidth that an all-reduce of 256 MiB must reach; NCCL has 0.5 to 0.9."""
+"""Share of the link bandwidth that an all-reduce must reach; NCCL has 0.5 to 0.9."""
 
 
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:

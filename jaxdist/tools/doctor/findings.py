@@ -147,6 +147,6 @@ def _where(one: Reported, num_processes: int) -> str:
 
 _JOB_CHECKS = (
     *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
-    *("devices", "all-reduce"),
+    *("devices", "operations", "all-reduce"),
 )
 """Prefixes of the checks of all processes together, which process 0 reports."""

@@ -23,7 +23,7 @@ QUERY = (
 
 _TAKEN_MIB = 1024
 _HOT = 80
-"""An idle GPU above this many degrees Celsius is hot; data-center GPUs throttle at 83 to 90."""
+"""Degrees Celsius from which on an idle GPU is hot; data-center GPUs throttle at 83 to 90."""
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a host: disk, shared memory, limits of the process, and SLURM's settings."""
+"""Checks of a host: disk, shared memory, limits of the process, SLURM's settings, software."""
 
 from __future__ import annotations
 
@@ -307,12 +307,11 @@ def _differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[
         common, odd = odd_ones(values)
         if not odd:
             continue
-        which = few([f"process {i} on {everyone[i][0]}" for i in odd], 4)
+        others = few([f"{values[i]} in process {i} on {everyone[i][0]}" for i in odd], 4)
         what = "the code of jaxdist" if name == "code" else name
         make = error if name in _MUST_BE_EQUAL else warning
         yield make(
             "same software",
-            f"{what} is {common} in {len(values) - len(odd)} processes, but {values[odd[0]]} in "
-            f"{which}",
+            f"{what} is {common} in {len(values) - len(odd)} processes, but {others}",
             "use one environment and one checkout on all hosts",
         )

@@ -12,8 +12,8 @@ r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and re
 
 Arguments after `--` go to the program. With ranges MIN:MAX the job is elastic: it continues on the
 hosts and GPUs that are available, on a smaller legal mesh with the same batches, and grows again
-when more return. --mesh names the largest mesh. With --program the range only sets the number of
-processes. A fixed job of several hosts needs the same secret in JAXDIST_JOB_TOKEN on each.
+when more return. --mesh names the largest mesh. With --program or --module the range only sets the
+number of processes. All hosts of a fixed job need the same secret in JAXDIST_JOB_TOKEN.
 For batch jobs see `python -m jaxdist.launch slurm --help`, and `kubernetes --help`.
 """
 

@@ -12,14 +12,13 @@ only through the files of `rendezvous`.
 3. Each member reads the round and starts its processes. The other hosts wait as spares.
 4. The round ends in one of three ways:
 
-       all processes have ended     exit code 0: the job is done. Exit code 75 or a failure: the
-                                    next round follows
+       all processes have ended     exit code 0: the job is done. Others: see `supervisor`
        a member is lost             its heartbeat stops. The processes of the others wait for it in
                                     a collective and cannot save, so they are killed
        a larger job is possible     the leader writes `stop` into the round. The members save, exit
                                     with 75 and join the next round
 
-After the processes of a member have ended, the others run on for `heartbeat_timeout_s` before they
+After the processes of a member have failed, the others run on for `heartbeat_timeout_s` before they
 are killed: they notice the failure within seconds, and their own reports name the cause better.
 """
 
@@ -76,7 +75,8 @@ class ElasticAgent(Agent):
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Wait for a round with this host; return its number and placement, or an exit code.
 
-        The code is that of the job if it has ended, or 75 or 130 after a stop request.
+        The code is that of a job that has ended, 75 if the present hosts cannot run it, or 75 or
+        130 after a stop request.
         """
         if not self.rendezvous.own.heartbeat:
             _reject_duplicate(self.rendezvous.claim_rank())
@@ -193,7 +193,7 @@ class ElasticAgent(Agent):
         return current.id != self.round.id or bool(current.stop) or len(current.members) > 1
 
     def close(self, code: int, stop_signal: int) -> None:
-        """Stop the heartbeats; publish that this host is done, leaves, or ends the job on all."""
+        """Stop the heartbeats; publish that this host leaves or ends the job on all, if it does."""
         if not self.rendezvous.own.heartbeat or self.rendezvous.duplicate is not None:
             self.rendezvous.stop_heartbeat()
         elif code == runtime.EXIT_OK:

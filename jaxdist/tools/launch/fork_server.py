@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """The part of a process that the launcher uses; a `subprocess.Popen` or a `Forked`."""
+    """Interface of processes for the launcher: those of `subprocess.Popen` and `Forked`."""
 
     pid: int
     returncode: Any  # None while it runs

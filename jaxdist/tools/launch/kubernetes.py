@@ -71,7 +71,7 @@ class KubernetesConfig:
         (), "NAME=COUNT, another resource per pod, e.g. rdma/hca=8 for RDMA"
     )
     volume: tuple[str, ...] = setting(
-        (), "CLAIM:/PATH, a volume claim and its mount path; the first holds the run directory"
+        (), "CLAIM:/PATH, a volume claim and its mount path; see --run-dir for the use of the first"
     )
     run_dir: str = setting(
         "",

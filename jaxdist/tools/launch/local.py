@@ -38,7 +38,7 @@ class LaunchConfig:
     )
     nnodes: str = setting("1", "number of hosts, N or MIN:MAX; start a launcher on each")
     node_rank: int = setting(0, "rank of this host, from 0", ge=0)
-    coordinator_address: str = setting("", "host:port of node 0; needed with several hosts")
+    coordinator_address: str = setting("", "host:port of node 0; for fixed jobs of several hosts")
     module: str = setting(_TRAIN, "Python module that each process runs")
     program: str = setting("", "program to run instead of the module, e.g. 'python worker.py'")
     run_dir: str | None = setting(
@@ -46,7 +46,7 @@ class LaunchConfig:
     )
     max_restarts: int | None = setting(
         None,
-        "most restarts without a new checkpoint; none = 3, or 0 if the module saves no checkpoints",
+        "most restarts without a new checkpoint; none = 3, or 0 for jaxdist's modules but train",
         ge=0,
     )
     backoff_s: float = setting(
@@ -71,7 +71,7 @@ class LaunchConfig:
     )
     rdzv_timeout_s: float | None = setting(
         None,
-        "elastic jobs: seconds to wait for more hosts before the job starts; none = 30",
+        "elastic jobs: seconds to wait for more hosts before processes start; none = 30",
         gt=0,
     )
     grow_interval_s: float | None = setting(

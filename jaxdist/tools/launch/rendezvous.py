@@ -13,7 +13,7 @@ and that host may be lost. The run directory is available as long as the job can
 * A file whose counter has not changed since the first read may be left from an earlier launch. It
   is ignored until it changes.
 * Every launcher has a uuid: a restarted launcher is a new member.
-* The leader reads all files every second. Another host reads the leader's file and `READS` others
+* The leader reads all files at a time. Another host reads the leader's file and `READS` others
   in turn, so that the reads of a large job grow with its hosts, not with their square. The leader
   writes the loss of a member into the round.
 """
@@ -36,7 +36,7 @@ from jaxdist.tools.launch import log
 from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
-"""Seconds between two heartbeats, and between two reads of the other hosts' files."""
+"""Seconds between two heartbeats, and between two reads of the files while processes run."""
 
 READS = 32
 """Files of other hosts that a host reads at a time, besides the leader's; the leader reads all."""

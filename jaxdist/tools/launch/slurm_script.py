@@ -82,7 +82,7 @@ class SlurmConfig:
         "seconds before the time limit at which the run saves and stops: use twice the save time",
         ge=60,  # SLURM checks its limits every 30 s
     )
-    max_requeues: int = setting(50, "largest number of times that the job requeues itself", ge=0)
+    max_requeues: int = setting(50, "number of requeues (also SLURM's) that ends the job", ge=0)
     max_restarts: int = setting(
         3, "most restarts after failures without a new checkpoint in between", ge=0
     )

@@ -10,11 +10,12 @@
 | 87 | exits with 87: losses stayed NaN or infinite; a restart would repeat them |
 | 130 | exits with 130: interrupted from the keyboard |
 | anything else | restarts all, up to `--max-restarts` times without a new checkpoint |
+| anything else, after a stop request on this host | exits with 128 + the number of the signal |
 | elastic, too few hosts or GPUs | exits with 75: the same command resumes when more are back |
 
 A new checkpoint resets the count of restarts. A long run therefore survives any number of lost
-hosts, and a crash loop ends after a few attempts. An exit code that ends an elastic job on one host
-(2, 85, 87, 130, too many restarts) ends it on all hosts, including spares.
+hosts, and a crash loop ends after a few attempts. A failure that ends an elastic job on one host
+(2, 85, 87, too many restarts) ends it on all hosts, including spares.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Agent(abc.ABC):
         """Receive the exit code of the launcher, and the signal that stopped it (0 = none)."""
 
     def discard(self) -> None:  # noqa: B027  # a hook
-        """Remove all files of this launch; runs after `close` if the job was rejected."""
+        """Restore files to their state before this launch; runs after `close` of a rejected job."""
 
 
 class FixedAgent(Agent):
@@ -102,7 +103,7 @@ class FixedAgent(Agent):
         self._next_index = 0
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Return the attempt's index and placement; on a single host with a new port and token."""
+        """Return the attempt's index and placement, on a single host with a new token."""
         index, self._next_index = self._next_index, self._next_index + 1
         return index, Placement(
             nproc_per_node=self._num_processes(),
@@ -119,9 +120,7 @@ class FixedAgent(Agent):
             return self._nproc_per_node
         now = count_gpus() or 1
         if self._last_nproc_per_node and now != self._last_nproc_per_node:
-            log(
-                f"{now} GPUs are visible, {self._last_nproc_per_node} before: continuing with {now}"
-            )
+            log(f"other GPUs are visible: {now} processes, {self._last_nproc_per_node} before")
         self._last_nproc_per_node = now
         return now
 
@@ -165,7 +164,7 @@ class Supervisor:
         return code
 
     def checkpoints(self) -> dict[int, int]:
-        """Return step -> version of the manifest for each checkpoint without a marker.
+        """Return step -> version of the manifest of each checkpoint that is not marked as corrupt.
 
         The local save from which the last attempt resumed is included with version 0, because
         the launcher does not see local disks. {} if the storage cannot be reached.

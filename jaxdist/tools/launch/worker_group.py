@@ -157,7 +157,7 @@ class Worker:
         """Return a few words on how the process ended: exit code, signal, hung, lost peers."""
         code = self.process.returncode
         if self.killed:
-            return "it hung, did not end with the others, and was killed"
+            return "it hung or did not end in time, and was killed"
         if code == 128 + signal.SIGKILL:  # a shell whose program was killed
             return f"exit code {code}, killed by SIGKILL{self._who_killed()}"
         if code >= 0:
@@ -287,7 +287,8 @@ class Placement:
 class GroupResult:
     """Reason for the end of an attempt.
 
-    `exit_code` is that of the first failure (128 + the number of a signal), 0 or 75 without one.
+    `exit_code` is that of the first failure (128 + the number of a signal), 1 after `abort`, else 0
+    or 75.
     `first_process` is the process id of the failure; -1 if no process of this host caused it.
     `details` are a traceback or the last lines of the log. `failed_at` is the time of the failure
     (`time.monotonic`) or 0. `is_rejected`: the settings were rejected before any process changed
@@ -380,7 +381,7 @@ class WorkerGroup:
         return self._result()
 
     def request_stop(self) -> None:
-        """Send SIGTERM, at which the processes save and end."""
+        """Send SIGTERM, at which training saves and ends."""
         self._stop_at = self._stop_at or time.monotonic()
         for worker in self.workers:
             worker.signal(signal.SIGTERM)

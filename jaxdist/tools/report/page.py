@@ -60,8 +60,6 @@ def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = Fal
     body = [_table(runs, colors, outcome_rows(runs)), "<h2>Curves</h2>"]
     if figure := draw_curves(runs, colors, x=x, log_y=log_y):
         note = "A red cross marks a value that is not finite; a dotted line marks a restart."
-        import matplotlib as mpl
-
         text = io.StringIO()
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxdist"}):
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -12,8 +12,8 @@ requeues itself:
 
     python -m jaxdist.sweep --grid seed=1,2,3 --slurm time=24:00:00 --slurm gpus-per-node=8
 
-Exit code: 0 if all runs are finished, 1 if one failed, 2 for bad settings, 75 or 130 after a stop
-request.
+Exit code: 0 if all runs are finished (--slurm: if the script was made), 1 if one failed, 2 for bad
+settings, 75 or 130 after a stop request.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ _SWEEP_FLAGS = ("run_dir", "arguments", "program")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the unfinished runs, print a comparison; return 0 if no run failed, else 1.
-
-    Return 75 or 130 after a stop request. With `slurm`, write a job array instead.
-    """
+    """Train the unfinished runs and print a comparison, or write a job array; return exit code."""
     sweep = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     trials = sweep.trials
     if sweep.slurm:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jaxdist.config import ALIASES, RunConfig, read_run
 from jaxdist.run.metrics_log import ExitReason, decode
 from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten, read_table
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate, read_url
 from jaxdist.settings import ConfigError, read_settings, setting, without_flags, write_toml
 from jaxdist.settings.schema import BadValueError, FlagText, read_value
@@ -119,7 +120,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
             continue
         trials.append(Trial(name=name, path=path, arguments=arguments, config=settings))
     problems = [
-        problem if len(names) == count else f"{' and '.join(names[:2])}: {problem}"
+        problem if len(names) == count else f"{few(names, 2)}: {problem}"
         for problem, names in by_problem.items()
     ]
     problems += _name_problems(trials)
@@ -133,7 +134,7 @@ def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
     """Return setting -> its values as flags spell them, and the problems of the grid."""
     axes: dict[str, list[str]] = {}
     problems = [
-        f"{name}={getattr(config, name)!r}: a sweep resumes its own runs. Leave it out."
+        f"{name}={getattr(config, name)!r}: a sweep starts and resumes its own runs. Leave it out."
         for name, default in (("resume", "auto"), ("replay", ""))
         if getattr(config, name) != default
     ]

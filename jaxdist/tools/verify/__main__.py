@@ -6,7 +6,7 @@
 Follows the weights of a run from training to checkpoint, to what `generate` loads, and to an
 exported directory (`convert to-hf`, `to-peft` or `merge`). It names each parameter that had no
 gradient, did not change, lost its moments, or has other values after the export. It changes
-nothing, and needs `init_from` of the run for the weights before training.
+nothing, and needs the `init_from` of the run, if set, for the weights before training.
 
 Exit code: 0 without a problem, 1 with one, 2 with bad settings.
 """

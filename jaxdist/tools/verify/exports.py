@@ -35,7 +35,7 @@ from jaxdist.tools.convert.to_hf import write_tokenizer
 from jaxdist.tools.verify.training import Check, Trained, named, sample_logits
 
 _MERGED_ROUNDING = 1e-4
-"""Largest difference of merged and unmerged float32 logits, relative to the largest logit."""
+"""Maximum difference of merged and unmerged logits, relative to the largest logit."""
 
 _SAME_WEIGHTS = 1e-5  # of the largest logit: another mesh sums in another order
 
