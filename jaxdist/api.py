@@ -199,7 +199,7 @@ def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, An
 
     Returns:
         One record for each cluster, as `--json` prints it: "fits", "mesh", "memory", "step",
-        "cost", "meshes" and more; sizes in bytes, times in seconds.
+        "cost", "meshes" and more; sizes in bytes, times in seconds if no name says otherwise.
 
     Raises:
         ConfigError: every problem of the settings; no mesh is legal; unknown GPUs.

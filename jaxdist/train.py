@@ -131,7 +131,7 @@ def run(
         log.info(line, job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is None:
-        log.warning("override=audit: not audited, so missing or repeated sums go undetected")
+        log.warning("no audit of the step (override=audit): wrong sums over devices go undetected")
     elif audit.axes:
         log.info("%s", audit.line())
     times.mark("setup")

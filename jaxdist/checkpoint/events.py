@@ -101,7 +101,7 @@ class EventLog:
         )
         late = outcome.waited_s > 0.01
         waited = f", waited {outcome.waited_s:.2f} s for the previous save" if late else ""
-        halfway = "; halfway between two saves, kept until the next" if outcome.halfway else ""
+        halfway = "; halfway between two saves" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({rate(bytes_per_s)}), training blocked "

@@ -27,11 +27,7 @@ _NICENESS = 10  # training comes first
 
 
 class Exports:
-    """The exports of one run; process 0 writes them.
-
-    `config` has the kind and the interval of the exports of `checkpoints`. `events` receives
-    `export` (step, seconds) and `export_failed` (step, reason).
-    """
+    """The exports of one run; process 0 writes them. `checkpoints` is their directory."""
 
     def __init__(self, checkpoints: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._checkpoints, self._config, self._events = checkpoints, config, events

@@ -103,27 +103,22 @@ class DirectoryLock:
         if self._file is None or self._beating is None:
             return
         self._stop.set()
-        release = self._undo if undo else self._release
-        is_released = in_time(f"releasing the lock of {self._directory}", release, RELEASE_S)
+        what = f"releasing the lock of {self._directory}"
+        is_released = in_time(what, lambda: self._end(undo), RELEASE_S)
         _held.discard((self._directory / FILE_NAME).path)
         if is_released:  # otherwise a pending write could use a reused descriptor
             self._file.close()
         self._file = None
 
-    def _release(self) -> None:
-        assert self._beating is not None
-        self._beating.join()
-        self._record["state"] = "released"
-        self._write()
-
-    def _undo(self) -> None:
+    def _end(self, undo: bool) -> None:
         assert self._beating is not None and self._file is not None
         self._beating.join()
-        if self._lost:
-            return
-        if self._before is None:
+        if not undo:
+            self._record["state"] = "released"
+            self._write()
+        elif not self._lost and self._before is None:
             (self._directory / FILE_NAME).delete()
-        else:
+        elif not self._lost and self._before is not None:
             self._file.write(self._before)
 
     def _reject_living_holder(self, file: LockFile) -> None:

@@ -70,7 +70,7 @@ def named_step(path: str) -> tuple[Location, int | None]:
 
 
 def stored_config(directory: Location, step: int | None = None) -> str:
-    """Return the settings (TOML) of the newest intact checkpoint up to `step`, or ""."""
+    """Return the settings (TOML) of the newest checkpoint up to `step` without visible damage."""
     for candidate in reversed(steps_in(directory)):
         checkpoint = directory / candidate
         with contextlib.suppress(ValueError, KeyError):
@@ -98,8 +98,7 @@ def write(
 ) -> None:
     """Write the manifest, which commits a checkpoint whose other files are complete.
 
-    `files` maps a path inside the checkpoint to size and CRC-32. A `halfway` checkpoint is kept
-    only until the next one is committed.
+    `files` maps a path inside the checkpoint to size and CRC-32; `halfway` is as in `save.Saved`.
     """
     body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))

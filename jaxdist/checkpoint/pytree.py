@@ -134,30 +134,26 @@ def mismatches(
     for leaf in leaves:
         entry = stored.get(leaf.name)
         if entry is None:
-            lines.append(
-                f"{leaf.name} {list(leaf.value.shape)} is not in the checkpoint. "
-                "Use the model and optimizer that wrote it, or start a new run with init_from, and "
-                "name it in reinit_params."
-            )
+            lines.append(f"{leaf.name} {list(leaf.value.shape)} is not in the checkpoint. {_FIX}")
         elif leaf.is_key != ("key" in entry):
             lines.append(
                 f"{leaf.name} is a PRNG key only in the checkpoint, or only here. Use the config "
                 "that wrote it."
             )
         elif (want := list(leaf.value.shape)) != (have := _shape(entry)):
-            lines.append(
-                f"{leaf.name} is {have} in the checkpoint and {want} here. "
-                "Use the model that wrote it, or start a new run with init_from, and name it in "
-                "reinit_params."
-            )
+            lines.append(f"{leaf.name} is {have} in the checkpoint and {want} here. {_FIX}")
     lines += [
-        f"{name} {_shape(entry)} is in the checkpoint but not in the state here. "
-        "Use the model and optimizer that wrote it, or start a new run with init_from, and name it "
-        "in reinit_params."
+        f"{name} {_shape(entry)} is in the checkpoint but not in the state here. {_FIX}"
         for name, entry in stored.items()
         if name not in names and not under(name, ignore)
     ]
     return lines
+
+
+_FIX = (
+    "Use the model and optimizer that wrote it, or start a new run with init_from, and name it in "
+    "reinit_params."
+)
 
 
 def under(name: str, prefixes: Collection[str]) -> bool:

@@ -8,7 +8,7 @@
     6. process 0 writes the manifest, which commits the checkpoint, and starts its export if due
     7. process 0 deletes the checkpoints that retention does not keep
 
-Process 0 makes all decisions. A failed save leaves a directory without a manifest.
+Process 0 makes all decisions. A failed save has no manifest and is deleted.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Saver:
     ) -> None:
         """Wait for the previous save; start one unless `step` is saved; wait for the host copy.
 
-        A `halfway` save is deleted after the next save is committed. `moments` are the moments that
-        are in files and not in `state`.
+        Arguments are those of `Checkpointer.save`.
         """
         leaves = pytree.leaves_of(state)
         # Copy `meta`, and raise here, once, if it is not JSON.
@@ -177,9 +176,7 @@ class Saver:
                 return False
             except ValueError as reason:
                 manifest.delete(path)
-                self._events.log(
-                    f"this save replaces checkpoint {step}, which cannot be loaded: {reason}"
-                )
+                self._events.log(f"checkpoint {step} cannot be loaded and is saved again: {reason}")
         self.check_room(num_bytes)
         return True
 
@@ -254,10 +251,8 @@ class Saver:
     ) -> Callable[[], dict[str, Any]]:
         """Start writing; return a function that waits for the checksums and returns the document.
 
-        That function also copies `moments` to the checkpoint.
-
-        In a job of several processes a failure raises `CheckpointError`, because only the exit of
-        this process unblocks the others.
+        It also copies `moments` to the checkpoint. In a job of several processes a failure raises
+        `CheckpointError`, because only the exit of this process unblocks the others.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]

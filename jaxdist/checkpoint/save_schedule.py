@@ -17,8 +17,8 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.runtime.coordination import Group
 
 Due = Literal["", "local", "halfway", "interval"]
-"""Kind of the save that is due: none, local, halfway through an interval (kept until the next
-save), or at the end of an interval. If several are due, the last in this list wins."""
+"""Kind of the save that is due: none, local, halfway through an interval of the run directory, or
+at its end. If several are due, the last in this list wins."""
 
 _ORDER: tuple[Due, ...] = get_args(Due)
 

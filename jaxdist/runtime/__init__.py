@@ -1,4 +1,4 @@
-"""Prepare a process before its first array: join, log, stop requests. Imports no jax."""
+"""Start and end a process: devices, job, log, stop requests, failures. Imports no jax itself."""
 
 from jaxdist.runtime.backend import (
     enable_debug_checks,

@@ -152,7 +152,7 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
 
 
 def _from_environment(environ: Mapping[str, str]) -> JoinPlan:
-    for read in (_from_launch, _from_kubernetes, _from_open_mpi, _from_mpi, _from_slurm):
+    for read in (_from_launch, _from_kubernetes, _from_mpi, _from_slurm):
         if plan := read(environ):
             return plan
     mpi = {size: ("", "", size, rank) for rank, size, *_ in _MPI if size}
@@ -232,26 +232,6 @@ def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
     )
 
 
-def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
-    if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    num_local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
-    coordinator = _coordinator_of(environ)
-    if not coordinator and num_processes > 1:
-        coordinator = _open_mpi_coordinator(environ, num_processes == num_local_processes)
-    return JoinPlan(
-        source="Open MPI",
-        num_processes=num_processes,
-        process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        coordinator_address=coordinator,
-        num_hosts=1 if num_processes == num_local_processes else 0,
-        num_local_processes=num_local_processes,
-        local_process_id=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
-        token=_open_mpi_job(environ),
-    )
-
-
 def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
     port = _port_of(_open_mpi_job(environ))
     if one_host:
@@ -272,7 +252,8 @@ def _open_mpi_job(environ: Mapping[str, str]) -> str:
 
 _MPI = (
     # rank, number of processes, rank on the host, processes on the host; "" = not available
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", ""),  # complete: _from_open_mpi
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
      "JSM_NAMESPACE_LOCAL_SIZE"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
@@ -286,14 +267,19 @@ _MPI = (
 
 def _from_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
     names = next((names for names in _MPI if names[0] in environ), None)
-    # srun sets these variables too, with its own ranks.
-    if names is None or (
-        "SLURM_STEP_NODELIST" in environ and environ[names[0]] == environ.get("SLURM_PROCID")
-    ):
+    if names is None:
         return None
     rank, size, local_rank, local_size = names
+    is_open_mpi = rank.startswith("OMPI")
+    is_srun = "SLURM_STEP_NODELIST" in environ and environ[rank] == environ.get("SLURM_PROCID")
+    if is_srun and not is_open_mpi:  # srun sets the other variables too, with its own ranks
+        return None
     num_processes = _number(environ, size, 0) or _number(environ, "JAXDIST_NUM_PROCESSES", 0)
+    num_local_processes = _number(environ, local_size, 0)
+    is_one_host = num_processes == num_local_processes
     coordinator = _coordinator_of(environ)
+    if is_open_mpi and not coordinator and num_processes > 1:
+        coordinator = _open_mpi_coordinator(environ, is_one_host)
     if not num_processes or (num_processes > 1 and not coordinator):
         also = "" if num_processes else " and JAXDIST_NUM_PROCESSES"
         raise ConfigError(
@@ -301,16 +287,16 @@ def _from_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
             f"JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT}{also} in all processes, "
             "or runtime.num_processes=1 to run one process."
         )
-    num_local_processes = _number(environ, local_size, 0)
     return JoinPlan(
-        source=f"environment ({rank})",
+        source="Open MPI" if is_open_mpi else f"environment ({rank})",
         num_processes=num_processes,
         process_id=_number(environ, rank),
         coordinator_address=coordinator,
-        num_hosts=1 if num_processes == num_local_processes else 0,
+        num_hosts=1 if is_one_host else 0,
         num_local_processes=num_local_processes,
         local_process_id=_number(environ, local_rank, 0),
         attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
+        token=_open_mpi_job(environ) if is_open_mpi else "",
     )
 
 

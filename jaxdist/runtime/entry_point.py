@@ -293,7 +293,7 @@ def _write_exit_code(code: int) -> None:
     try:
         locate(path).write(f"{code}\n")
     except OSError as failure:
-        print(f"cannot write {path}: {failure}", file=sys.stderr)
+        print(f"warning: the exit code is not in {path}: {failure}", file=sys.stderr)
 
 
 def _flush() -> None:

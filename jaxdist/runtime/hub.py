@@ -125,10 +125,7 @@ def list_files(name: str) -> dict[str, tuple[int, str]]:
 
 @functools.cache
 def check_access(name: str, path: str) -> None:
-    """Raise `ConfigError` if the hub refuses a file of a data set.
-
-    Other errors are ignored here, because the download reports them.
-    """
+    """Raise `ConfigError` if the hub refuses a file of a data set that is not in the cache."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     repo, _, commit = name.partition("@")
@@ -214,10 +211,7 @@ def patiently(fetch: Callable[[], T]) -> T:
 
 
 def open_for_push(name: str) -> None:
-    """Create a private repository of a model unless it exists; "" = do nothing.
-
-    Raise `ConfigError` if it cannot be written.
-    """
+    """Create a private repository of a model unless it exists; "" = none. Raises `ConfigError`."""
     if not name:
         return
     from huggingface_hub import HfApi, get_token

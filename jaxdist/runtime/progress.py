@@ -91,10 +91,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 @contextlib.contextmanager
 def waiting(what: str, after_s: float | None = None) -> Iterator[None]:
-    """Log lines with `what` while a `with` block runs.
-
-    The first line comes after `after_s` seconds (default `SHORT_S`), then one every half minute.
-    """
+    """Log `what` after `after_s` seconds (default `SHORT_S`) of a block, then every half minute."""
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:

@@ -31,10 +31,7 @@ _ADDRESSES = {
 
 @contextlib.contextmanager
 def watching(cloud: str, on_notice: Callable[[], None]) -> Iterator[None]:
-    """In this block, poll the service of a cloud in a thread; a notice calls `on_notice` once.
-
-    `cloud` is "aws", "google" or "azure"; "" polls nothing.
-    """
+    """In this block, poll the service of a cloud ("" = none); a notice calls `on_notice` once."""
     if not cloud:
         yield
         return
@@ -91,10 +88,7 @@ def _google_notice(address: str) -> str:
 
 
 def _azure_notice(address: str) -> str:
-    """Return the eviction of this machine, "" if there is none.
-
-    The service lists the evictions of a complete scale set.
-    """
+    """Return the eviction of this machine, "" if none; the service lists those of a scale set."""
     headers = {"Metadata": "true"}
     text = _read(f"{address}/metadata/scheduledevents?api-version=2020-07-01", headers)
     evictions = [event for event in json.loads(text)["Events"] if event["EventType"] == "Preempt"]

@@ -1,7 +1,7 @@
 """Choose the host that keeps a copy of each shard, and compute which host losses are survivable.
 
-Hosts form a ring, ordered by rack. Each host's shards are copied to the host a fixed number of
-positions further. This number is chosen to minimize the copies that stay in their own rack.
+Hosts form a ring, ordered by rack. Each host's shards are copied to `neighbours` others at fixed
+distances along the ring, chosen to minimize the copies that stay in their own rack.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class FailureDomain:
 
 
 def failure_domain_of(environ: Mapping[str, str], hostname: str) -> FailureDomain:
-    """Return the failure domain of this process: its rack and its host.
+    """Return the failure domain of this process, from `VARIABLE` (RACK/HOST or HOST) if it is set.
 
-    `VARIABLE` in `environ`, if set, has both as RACK/HOST, or the host; else SLURM's topology
-    gives the rack, and the host is `hostname`.
+    Else SLURM's topology gives the rack, and the host is `hostname`.
     """
     if named := environ.get(VARIABLE, ""):
         rack, _, host = named.rpartition("/")

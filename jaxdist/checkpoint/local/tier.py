@@ -2,7 +2,7 @@
 
 A save, after the device-to-host copy for which training waits:
 
-    1. each process writes its shards to its own disk
+    1. each process writes its shards to its host's disk; one of several with equal shards does
     2. after a barrier, each receiver fetches the shards whose backup it keeps
     3. after a barrier, the save is valid and older saves are deleted; a failed save is deleted
 
@@ -189,7 +189,7 @@ class LocalTier:
         self._store.close()
 
     def discard(self) -> None:
-        """Delete the run's local saves, because the run directory has its last state."""
+        """Delete the run's local saves on this host."""
         self.wait()
         self._store.discard()
 
@@ -240,7 +240,7 @@ class LocalTier:
                 self._fetch(save, peer)
             except (OSError, CheckpointError) as error:  # the next save retries it
                 self._events.log(
-                    f"this host lost its copy of {peer.host}'s local save of step {save.step} "
+                    f"{self._host} lost its copy of {peer.host}'s local save of step {save.step} "
                     f"and could not copy it again: {one_line(error)}"
                 )
 
@@ -257,10 +257,7 @@ class LocalTier:
             raise CheckpointError(error)
 
     def _share_layout(self, leaves: Sequence[pytree.Leaf]) -> Assignment:
-        """Return whether this process writes its shards, and which peers' shards it copies.
-
-        Process 0 decides this at the first call.
-        """
+        """Return the assignment of this process, which process 0 decides at the first call."""
         if self._part is None:
             own = digest_of(leaves)
             self._shards = self._group.collect(own)

@@ -43,7 +43,7 @@ _ANSWER_S = 3.0
 def announce_failure(code: int, line: str, *, is_cause: bool = True) -> None:
     """Announce that this process ends with `code`; the others follow the first announcement.
 
-    `is_cause` is False if the error is only a consequence of another process's end.
+    `is_cause` is False if the error in `line` is only a consequence of another process's end.
     """
     if not service.is_joined():
         return
@@ -177,4 +177,4 @@ def write_error_file(code: int, text: str, advice: str) -> None:
     try:
         locate(path).write(json.dumps(record))
     except OSError as error:
-        print(f"cannot write {path}: {error}", file=sys.stderr)
+        print(f"warning: the error above is not in {path}: {error}", file=sys.stderr)

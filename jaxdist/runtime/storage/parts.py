@@ -196,7 +196,7 @@ def _upload_all() -> None:
             one._failure = failure
         except Exception as failure:  # the thread must survive for other files
             if not _failed:
-                logger.exception("the newest lines of a file were not uploaded; retrying")
+                logger.exception("%s: the newest content is not uploaded yet", one._location)
             _failed.append(failure)
 
 
