@@ -290,9 +290,8 @@ def _join(folder: Path, parts: Sequence[Path], encoder: Encoder) -> None:
         np.fromfile(part / "documents.bin", "<u8") + np.uint64(start)
         for part, start in zip(parts, starts, strict=False)
     ]
-    _write_index(
-        folder, encoder, np.dtype(abouts[0]["dtype"]), shards, np.concatenate(ends), digests
-    )
+    dtype = np.dtype(abouts[0]["dtype"])
+    write_index(folder, encoder, dtype, shards, np.concatenate(ends), digests)
 
 
 def _link(file: Path, name: Path) -> None:
@@ -329,10 +328,10 @@ def _fill(
             position = chunk.position
     shards = {stem: writer.about for stem, writer in writers.items()}
     digests = {stem: writer.digest for stem, writer in writers.items()}
-    _write_index(folder, encoder, dtype, shards, np.concatenate(ends), digests)
+    write_index(folder, encoder, dtype, shards, np.concatenate(ends), digests)
 
 
-def _write_index(
+def write_index(
     folder: Path,
     encoder: Encoder,
     dtype: np.dtype[Any],
@@ -340,39 +339,18 @@ def _write_index(
     ends: np.ndarray,
     digests: dict[str, Any],
 ) -> None:
-    """Write the index of shards and digests of tokens and weights; `ends`: [num_documents]."""
-    ends = ends.astype("<u8")
-    digest = corpus_digest(dtype, digests["tokens"], ends)
-    about = {}
-    if encoder.weighted:
-        digest.update(digests["weights"].digest())
-        about["weights"] = shards["weights"]
-    write_index(
-        folder, encoder, dtype=dtype, shards=shards["tokens"], ends=ends, digest=digest, **about
-    )
-
-
-def corpus_digest(dtype: np.dtype[Any], tokens: Any, ends: np.ndarray) -> Any:
-    """Return a hash of dtype, `tokens` (a hash of all tokens) and ends uint64 [num_documents]."""
-    digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + tokens.digest())
-    digest.update(ends.tobytes())
-    return digest
-
-
-def write_index(
-    folder: Path,
-    encoder: Encoder,
-    *,
-    dtype: np.dtype[Any],
-    shards: list[dict[str, Any]],
-    ends: np.ndarray,
-    digest: Any,
-    **others: Any,
-) -> None:
     """Write all files of a corpus except tokens and weights; `ends`: uint64 [num_documents].
 
-    A shard with an `offset` in bytes is a part of a file elsewhere.
+    `shards` and `digests` (hashes of the content) are those of "tokens" and, if the encoder has
+    weights, "weights". A shard with an `offset` in bytes is a part of a file elsewhere.
     """
+    ends = ends.astype("<u8")
+    digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + digests["tokens"].digest())
+    digest.update(ends.tobytes())
+    weights = {}
+    if encoder.weighted:
+        digest.update(digests["weights"].digest())
+        weights["weights"] = shards["weights"]
     tokenizer = encoder.tokenizer
     (folder / "documents.bin").write_bytes(ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
@@ -385,7 +363,7 @@ def write_index(
         "format": FORMAT,
         "text_format": tokenizer.text_format,
         "dtype": dtype.str,
-        "num_tokens": sum(shard["num_tokens"] for shard in shards),
+        "num_tokens": sum(shard["num_tokens"] for shard in shards["tokens"]),
         "num_documents": len(ends),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": {
@@ -397,8 +375,8 @@ def write_index(
         "records": encoder.records,
         "chat_template": "plain" if isinstance(template, PlainTemplate) else "auto",
         "fingerprint": digest.hexdigest()[:32],
-        "shards": shards,
-        **others,
+        "shards": shards["tokens"],
+        **weights,
     }
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxdist.data.cache import cache_folder, only_one
 from jaxdist.data.config import is_token_folder
-from jaxdist.data.corpus import Corpus, cached_corpus, corpus_digest, write_index
+from jaxdist.data.corpus import Corpus, cached_corpus, write_index
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, find_files, read_errors, size_of
 from jaxdist.data.tokenizer import Tokenizer
@@ -191,18 +191,12 @@ def _index(folder: Path, files: Sequence[Path], source: str, encoder: Encoder) -
             "does not learn where they end. Check data.tokenizer and data.eos_token",
             source, tokenizer.end_id, tokenizer.name,
         )  # fmt: skip
-    all_ends = np.unique(np.append(np.concatenate(ends), num_tokens)).astype("<u8")
-    write_index(
-        folder,
-        encoder,
-        dtype=dtype,
-        shards=[
-            {"file": str(shard.file), "offset": shard.offset, "num_tokens": shard.num_tokens}
-            for shard in shards
-        ],
-        ends=all_ends,
-        digest=corpus_digest(dtype, digest, all_ends),
-    )
+    all_ends = np.unique(np.append(np.concatenate(ends), num_tokens))
+    parts = [
+        {"file": str(shard.file), "offset": shard.offset, "num_tokens": shard.num_tokens}
+        for shard in shards
+    ]
+    write_index(folder, encoder, dtype, {"tokens": parts}, all_ends, {"tokens": digest})
 
 
 def _check_tokens(block: np.ndarray, at: int, shard: _Shard, tokenizer: Tokenizer) -> None:

@@ -160,7 +160,7 @@ def measure_opening(folder: Path, rounds: int) -> Iterator[str]:
     ends = np.ceil(np.cumsum(sizes) * (NUM_TOKENS / sizes.sum())).astype(np.uint64)
     ends[-1] = NUM_TOKENS
     encoder, digest = make_encoder(load_tokenizer("code")), hashlib.sha256()
-    write_index(large, encoder, dtype=np.dtype("<u2"), shards=shards, ends=ends, digest=digest)
+    write_index(large, encoder, np.dtype("<u2"), {"tokens": shards}, ends, {"tokens": digest})
     yield f"{NUM_TOKENS:,} tokens in {NUM_DOCUMENTS:,} documents, rows of 2,048; {rounds} rounds.\n"
     yield "| packing | seconds | CPU seconds | MB | rows |"
     yield "|---|---:|---:|---:|---:|"
