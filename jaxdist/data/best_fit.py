@@ -26,10 +26,7 @@ _GROUP = 1 << 12
 
 
 class Runs(NamedTuple):
-    """Runs of rows with equal piece lengths.
-
-    `starts`: first row of each run, then the number of rows, int64 [runs + 1].
-    """
+    """Runs of rows with equal piece lengths; `starts`, int64 [runs + 1], ends with num_rows."""
 
     starts: np.ndarray
     entries: list[Entries]
@@ -167,10 +164,7 @@ class BestFitPlan:
 
     @functools.cached_property
     def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices, int64 [n] each, of the full rows and of the documents whose pieces are dropped.
-
-        These full rows, and the remainders of these documents, have no token in the loss.
-        """
+        """Indices, int64 [n], of full rows and of documents with remainders outside of the loss."""
         full_rows: list[int] = []
         rests: list[int] = []
         document, number = self._documents[0], 0
@@ -191,10 +185,7 @@ class BestFitPlan:
         return np.array(full_rows, np.int64), np.array(rests, np.int64)
 
     def _rests(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield index of the first, numbers of full rows and remainder lengths [n] of n documents.
-
-        Remainders without a token in the loss have length 0.
-        """
+        """Yield first index, counts of full rows, lengths of kept remainders [n] of n documents."""
         document = self._documents[0]
         for _, full, rest in self._cuts(*self._documents):
             dropped = self._dropped[1] - document

@@ -357,10 +357,7 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 
 
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template that `data.chat_template` names.
-
-    It is "auto" (the tokenizer's template, else plain), "plain", or the path or URL of a file.
-    """
+    """Return the template that `data.chat_template` names: auto, plain, or the path of a file."""
     if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):

@@ -109,10 +109,8 @@ class Corpus:
         return self._ends[:]
 
     def ends(self, first: int, last: int) -> np.ndarray:
-        """Return the ends of documents [first, last) that exist, uint64 [n], read into memory.
-
-        Pages of a mapped file would count as memory of the process.
-        """
+        """Return the ends of documents [first, last) that exist, uint64 [n]."""
+        # Pages of a mapped file would count as memory of the process.
         if not self.folder.is_local:
             return self.document_ends[first:last]
         count = max(0, min(last, self.num_documents) - first)

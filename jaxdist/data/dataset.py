@@ -89,10 +89,7 @@ class Dataset:
         return _digest(now) == _digest(then)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """Return rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...].
-
-        With `spans`, return only these positions of each row: [n, positions, ...].
-        """
+        """Return rows of `indices`, int64 [n] below num_rows, as `Part.rows`: name -> [n, ...]."""
         indices = np.asarray(indices, np.int64)
         if len(indices) and not (indices.min() >= 0 and indices.max() < self.num_rows):
             raise IndexError(f"row {indices.min()}..{indices.max()} of {self.num_rows}")
@@ -376,10 +373,7 @@ def _packing(
 
 
 def _text_sources(config: DataConfig, sources: list[str]) -> set[str]:
-    """Return the sources of plain text among sources of records; all their tokens are learned.
-
-    Their files are text, or their first record has a text and no conversation or completion.
-    """
+    """Return the sources of plain text (`is_text`) among sources of records."""
     if config.records == "text" or config.has_single_rows:
         return set()
 

@@ -80,10 +80,7 @@ def _members(path: DataFile, stream: BinaryIO, *, texts: bool) -> Iterator[Membe
 def read_records(
     path: DataFile, columns: list[str], is_unread: Callable[[str], bool] | None = None
 ) -> Iterator[Record]:
-    """Yield the records of one file: JSON, or Parquet with at least `columns`.
-
-    Other columns of Parquet are read if `is_unread` returns false for their names.
-    """
+    """Yield the records of one file: JSON, or Parquet (`columns`, and others not `is_unread`)."""
     kind = kind_of(path)
     with read_errors(path):
         if kind == "parquet":

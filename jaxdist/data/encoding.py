@@ -52,9 +52,7 @@ class Chunk:
 class TextEncoder:
     """Encode each text as a document, closed by the tokenizer's end token if it has one.
 
-    Attributes:
-        identity: JSON that changes whenever files could be tokenized differently.
-        template: format of conversations; None for other records.
+    `identity` is JSON that changes whenever files could be tokenized differently.
     """
 
     weighted = False

@@ -303,10 +303,7 @@ class StreamOrder(Order):
     def __init__(
         self, streams: dict[int, StreamedPart], *about: object, ahead: bool, **more: object
     ):
-        """Order parts of which `streams` are streamed; see `Order` for the other arguments.
-
-        With `ahead`, shards of the current and the next buffer are prepared in the background.
-        """
+        """Order parts, some streamed; with `ahead`, prepare shards of this and the next buffer."""
         super().__init__(*about, **more)  # type: ignore[arg-type]
         self._streams = {
             number: _Buffers(part, self.seed, number, self._size, ahead)

@@ -43,12 +43,7 @@ Scaling = Literal["half", "unit", "channel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images:
-    """Labeled images in memory.
-
-    Attributes:
-        pixels: uint8 [num_rows, 32, 32, 3].
-        labels: int32 [num_rows].
-    """
+    """Labeled images in memory: `pixels` uint8 [num_rows, 32, 32, 3], `labels` int32 [num_rows]."""
 
     pixels: np.ndarray
     labels: np.ndarray

@@ -52,10 +52,7 @@ class Ledger:
     def __init__(
         self, links: Sequence[Link], fingerprint_at: Callable[[int], str], order: Order | None
     ):
-        """Continue after these links; `order` is None for a user's stream.
-
-        `fingerprint_at` returns the fingerprint of the data up to a sample.
-        """
+        """Continue after these links; `fingerprint_at`: see `Dataset`; a stream has no order."""
         self.links = tuple(links)
         self._fingerprint_at, self._order = fingerprint_at, order
         self._cached_rows = np.empty(0, np.int64)
@@ -87,10 +84,7 @@ def first_mismatch(
     fingerprint_at: Callable[[int], str],
     rows_of: Callable[[np.ndarray], np.ndarray],
 ) -> int | None:
-    """Return the index of the first link that does not follow from its predecessor, or None.
-
-    `fingerprint_at` is as in `Ledger`; `rows_of` maps samples to rows, int64 [n] -> int64 [n].
-    """
+    """Return the index of the first link with other rows (`rows_of`: int64 [n] -> [n]), or None."""
     for index, (before, link) in enumerate(itertools.pairwise(links), start=1):
         fingerprint = fingerprint_at(link.first_sample + link.num_samples - 1)
         rows = rows_of(link.samples)

@@ -200,10 +200,7 @@ class Loader:
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def sources(self, link: Link) -> list[str]:
-        """Return the source of each row of a batch, [] for a single source.
-
-        A sample that is cut into shorter rows has its source once for each of them.
-        """
+        """Return the source of each row of a batch, as cut from samples; [] for a single source."""
         if self._order is None or not isinstance(self._dataset, Dataset):
             return []
         names = self._dataset.names

@@ -20,10 +20,7 @@ _STRIDE = 40503  # odd, near _PERIOD / golden ratio: spreads each source evenly 
 
 
 class MixtureStage(NamedTuple):
-    """The mixture from a sample on: indices of parts, and their weights.
-
-    Without weights, rows are drawn in proportion to the size of the parts.
-    """
+    """The mixture from a sample on: indices and weights of parts; () = in proportion to size."""
 
     first_sample: int
     parts: tuple[int, ...]
@@ -38,12 +35,9 @@ class Order:
     proportion: exact over 65,536 samples, and off by about one sample at any other time. With
     stages, each part continues its epoch in the next stage with weights, and so does the joint
     order of the same parts in the next stage without.
-
-    Attributes:
-        samples_at_once: samples per call that are cheapest, because 1,000 take about as long as 1.
     """
 
-    samples_at_once = 8192
+    samples_at_once = 8192  # of a call, if all are needed: 1,000 take about as long as 1
 
     def __init__(
         self,
@@ -104,10 +98,7 @@ class Order:
         return _StageOrder(first, tuple(groups), mixture, drawn)
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
-        """Return the row of each sample of a group of parts that are shuffled jointly.
-
-        Samples count within the group: int64 [n] -> int64 [n].
-        """
+        """Return the row of each sample, counted in jointly shuffled `parts`: int64 [n] -> [n]."""
         ends = np.cumsum(self._sizes[list(parts)])
         size, part = int(ends[-1]), parts[0] if len(parts) == 1 else 0
         epochs, offsets = np.divmod(samples, size)
@@ -144,10 +135,7 @@ class _StageOrder(NamedTuple):
         return groups, block * quota[groups] + rank[offset] + before[groups]
 
     def drawn_after(self, num_samples: int) -> list[int]:
-        """Return how many examples of each group are drawn after `num_samples` of this stage.
-
-        Those of earlier stages are included.
-        """
+        """Return the examples of each group in earlier stages and `num_samples` of this one."""
         before = [self.drawn.get(group, 0) for group in self.groups]
         if self.mixture is None:
             return [before[0] + num_samples]

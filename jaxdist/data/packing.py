@@ -172,8 +172,7 @@ class Windows:
 class Fitted:
     """Rows of complete documents; only documents longer than a row are cut or left out.
 
-    Attributes:
-        label: text that identifies the plan in the fingerprint, e.g. the range of tokens.
+    `label` identifies the plan in the fingerprint.
     """
 
     corpus: Corpus
@@ -210,10 +209,7 @@ class Fitted:
         return batch
 
     def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
-        """Write a row's positions from `first` on into fields [positions].
-
-        `pieces` are (first token, length) of the pieces of the complete row.
-        """
+        """Write a row of `pieces` (first token, length) from position `first` on to fields [n]."""
         last, end = first + len(part["tokens"]), 0
         for segment, (start, length) in enumerate(pieces, start=1):
             begin, end = end, end + length

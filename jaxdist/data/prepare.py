@@ -78,10 +78,7 @@ def _next_line(shipped: ShippedSet) -> str:
 
 
 def _estimate(files: Sequence[DataFile], tokenizer: Tokenizer) -> str:
-    """Return one line with the sizes of files and tokens and the time to tokenize.
-
-    The time is extrapolated from a trial on the text of Python's standard library.
-    """
+    """Return one line with the sizes of files and tokens and, by a short trial, the time."""
     text = "".join(path.read_text("utf-8", "replace") for path in library_files()[:100])
     pieces = [text[at : at + 8192] for at in range(0, min(len(text), _TRIAL_BYTES), 8192)]
     begun = time.monotonic()

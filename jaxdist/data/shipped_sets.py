@@ -15,8 +15,7 @@ class ShippedSet:
         out: path in `data.sources` of the configs.
         source: data set on the hub, which is tokenized, or URL of a file, which is kept.
         tokenizer: `data.tokenizer` of the tokens; "" for a file.
-        sha256: digest of the file.
-        num_bytes: size of the file.
+        sha256, num_bytes: digest and size of the file.
     """
 
     out: str

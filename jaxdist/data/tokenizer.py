@@ -93,9 +93,8 @@ class FileTokenizer:
 
     The end token comes from the files next to it: `tokenizer_config.json` (and, without a list of
     added tokens there, `special_tokens_map.json`), then `generation_config.json` or `config.json`,
-    else from `END_TOKENS`. Generation stops at each end token that these files name.
-
-    `files`: name -> content of the file and those next to it.
+    else from `END_TOKENS`. Generation stops at each end token that these files name. `files`: name
+    -> content of the file and those next to it.
     """
 
     def __init__(

@@ -79,10 +79,7 @@ log = logging.getLogger("jaxdist")
 
 
 def with_steps(config: RunConfig, data: Any) -> RunConfig:
-    """Return the settings with `train.steps` instead of `train.epochs`, if that is set.
-
-    `data` are the training data. Raises `ConfigError` for a stream.
-    """
+    """Return the settings with `train.epochs` as steps; raise `ConfigError` for a stream."""
     train = config.train
     if not train.epochs:
         return config

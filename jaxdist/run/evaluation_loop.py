@@ -61,10 +61,7 @@ def _sums(
     sizes: Any,
     on_batch: Callable[[], None],
 ) -> dict[str, float]:
-    """Return the sums of `Step.evaluate` over all batches, and the `bytes` of the targets.
-
-    `sizes` are the bytes of each token, float32 [vocab]; None = do not count `bytes`.
-    """
+    """Return the sums of `Step.evaluate`, with `sizes` of tokens, float32 [vocab], also "bytes"."""
     sharding = step.batch_sharding
     batches = eval_batches(
         dataset,

@@ -120,10 +120,7 @@ def without_gradient(
 
 
 def names_of(zeros: Mapping[str, np.ndarray], tokens: Sequence[int]) -> list[str]:
-    """Return the names of flagged parameters or parts, without input rows of unused tokens.
-
-    `zeros` maps parameters to flags [...]: whether a moment is all zeros.
-    """
+    """Return the parameters or parts with flags [...] set, without input rows of unused tokens."""
     kept = {**zeros, INPUT_ROWS: zeros.get(INPUT_ROWS, np.zeros((), bool)) & ~unused_inputs(zeros)}
     return [text for name, own in kept.items() for text in part_names(name, own, tokens)]
 

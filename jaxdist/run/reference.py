@@ -60,10 +60,9 @@ class WithColumns:
 
 
 def with_reference(parts: Parts, *datasets: Any) -> tuple[Any, ...]:
-    """Return the datasets with log-probabilities by the reference model, if they are needed.
+    """Return the datasets, if needed with log-probabilities by the reference model; collective.
 
-    Collective. It also stores the digest of the weights in `parts.base`, with which a resume is
-    compared.
+    Store the digest of the weights in `parts.base`, with which a resume is compared.
     """
     if not parts.config.precomputes_reference:
         return datasets

@@ -80,8 +80,8 @@ def verdict(
 ) -> str:
     """Return whether data, arithmetic or devices caused the step's result, in one line.
 
-    `is_bad` returns whether a result is as bad as the recorded one; for a step without an anomaly,
-    whether both are equal. `following` is a replay with the next batch; then it is None.
+    `is_bad` returns whether a result is as bad as the recorded one, and `following` is a replay
+    with the next batch. For a step without an anomaly: whether both are equal, and None.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:

@@ -126,10 +126,7 @@ class RunDirectory:
         return [f"{name}: {before} -> {now}" for name, (before, now) in changed.items()]
 
     def starts(self) -> list[dict[str, Any]]:
-        """Return the newest record of environment.json, then the earlier ones, oldest first.
-
-        [] if the file is missing or damaged.
-        """
+        """Return the newest record of environment.json, then the earlier ones, the oldest first."""
         try:
             record = read_table(self.environment, decode)
         except ConfigError:

@@ -265,10 +265,7 @@ class Session:
             )
 
     def due_actions(self) -> StepActions:
-        """Return the actions due before the next step; call it once a step.
-
-        They are equal on every process, except `trace`.
-        """
+        """Return the actions due before the next step, equal on every process except `trace`."""
         config, step = self.config, self.step
         if step == config.train.steps:
             return StepActions(last=True)  # `finish` evaluates and saves
@@ -419,10 +416,7 @@ class Session:
             self.monitor.event(name, level=level, quiet=True, **fields)
 
     def leave(self) -> int:
-        """Save and end the run early; return 0 if a callback requested it, else 75.
-
-        Return 1 if the save failed.
-        """
+        """Save and end the run early; return 0 for a callback's request, else 75; 1 on failure."""
         with waiting("saving before the end"):
             self.save({}, force=True)
         if self.preemption.requested:

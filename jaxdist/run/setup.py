@@ -254,10 +254,7 @@ class Parts:
         return to_model_order(tree, self.plan.layers)
 
     def init_state(self) -> TrainState:
-        """Return a new train state, sharded over the mesh: weights of `init_from`, or random.
-
-        Its layers are in execution order.
-        """
+        """Return a new train state in execution order: with weights of `init_from`, or random."""
         params = self.start_params() if self.config.init_from else None
         state = init_state(
             self.model,
@@ -399,10 +396,7 @@ class Parts:
         )
 
     def initial_params(self) -> Params:
-        """Return the weights of `init_from`, with random values for `reinit_params`.
-
-        Without `init_from`, all are random. There are no adapters.
-        """
+        """Return the weights of `init_from`, random ones for `reinit_params`; without adapters."""
         path = self.config.init_from
         reinit = [*self.config.reinit_params, *replaced_head(self.config)]
         target = base_of(self.abstract_state().params)
@@ -522,10 +516,7 @@ def assemble(
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
-    """Return the parts for rows of these fields, after checking cuDNN's kernel for them.
-
-    The kernel is used only if the check succeeds, and checked only if it is eligible.
-    """
+    """Return the parts for rows of these fields, with cuDNN's kernel only if it passes a check."""
     packed = "segments" in fields
     if packed != parts.packed:
         parts = dataclasses.replace(parts, packed=packed)

@@ -120,10 +120,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Download initial weights from the hub before a watchdog or another process waits for them.
-
-    For a resumed run, only next to adapters.
-    """
+    """Download initial weights from the hub before other processes wait, if they are needed."""
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
     if hub.is_hub_name(config.init_from) and (config.lora.rank or not resumes):
@@ -251,10 +248,7 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
-    """Raise ConfigError if metrics.jsonl records other data up to `step` than the checkpoint.
-
-    Collective.
-    """
+    """Raise ConfigError if metrics.jsonl has another data ledger at `step`; collective."""
     saved = position.ledger[-1].digest
 
     def compare() -> None:  # in process 0
@@ -273,10 +267,7 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
 
 
 def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
-    """Return a warning if a resume increases the learning rate of the stored schedule, else "".
-
-    The schedule of a Python program is not compared, because it is not stored.
-    """
+    """Return a warning if a resume increases the learning rate of the stored schedule, else ""."""
     total, now = stored.train.steps, parts.config
     if not step or total == now.train.steps or parts.has_own_schedule:
         return ""
@@ -404,10 +395,7 @@ def _precision(parts: Parts) -> str:
 
 
 def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Return positions in documents of a sample of rows, int32 [num_rows, seq_len].
-
-    None without a context axis, if rows are not packed, and for streams.
-    """
+    """Return positions of sampled packed rows, int32 [n, seq_len], for a context axis; or None."""
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     if data.streams:

@@ -22,7 +22,7 @@ from jaxdist.runtime import StartTimes
 
 @dataclasses.dataclass(kw_only=True)
 class StepReporter:
-    """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
+    """Reads the metrics of dispatched steps, and acts on them.
 
     A pending save finishes before the run stops. The first step ends `start_times`.
     """
@@ -55,10 +55,7 @@ class StepReporter:
         self.sdc_check.discard()
 
     def flush(self) -> None:
-        """Wait for the deferred step, if there is one, record it and check it.
-
-        Raise `Rollback`, `Stopped` or `CorruptState`, as the policies require.
-        """
+        """Record and check the deferred step, if any; raise Rollback, Stopped or CorruptState."""
         if self._deferred is None:
             return
         step, metrics, loader, link = self._deferred

@@ -68,10 +68,7 @@ def evaluate_tasks(
 
 
 def task_metrics(parts: Parts, params: Params, on_batch: Callable[[], None]) -> dict[str, float]:
-    """Evaluate `eval.tasks` during training: return "task/NAME/METRIC" -> value.
-
-    `params` are in the order of the model.
-    """
+    """Return "task/NAME/METRIC" -> value of `eval.tasks`; `params` are in the model's order."""
     settings = parts.config.eval
     results = evaluate_tasks(
         parts,

@@ -94,10 +94,7 @@ class Prometheus:
                     self._gauges[name] = float(value)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metric families; the Prometheus client calls this at each scrape.
-
-        Totals are set instead of incremented, because a rollback lowers them.
-        """
+        """Yield the metric families at each scrape. Totals are set: a rollback lowers them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         def family(

@@ -89,10 +89,7 @@ class StragglerDetector:
         return own
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """Return the numbers of the newest interval that all processes have published, by process.
-
-        {} if there is none since the last call.
-        """
+        """Return, by process, the newest interval that all have published; {} if it is not new."""
         if self._compared >= self._newest:
             return {}
         reports = coordination.published(_TOPIC)

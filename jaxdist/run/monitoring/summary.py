@@ -21,10 +21,7 @@ MFU_FORMULA = (
 
 
 class Throughput:
-    """Rates of a run: medians, so that one slow step does not change them.
-
-    MFU needs `flops_per_token` of the model and `peak_flops` of one device.
-    """
+    """Rates of one start: medians, so that one slow step does not change them."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class Throughput:
         return _median(self._times)
 
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
-        """Return the share of peak FLOP/s that the model's FLOPs use, in [0, 1]; None if unknown.
+        """Return the share of peak FLOP/s that the model's FLOPs use; None if unknown.
 
         Recomputed activations do not count as work (Chowdhery et al., PaLM, appendix B).
         """

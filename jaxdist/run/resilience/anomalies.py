@@ -131,10 +131,7 @@ class LossGuard:
     def check(
         self, step: int, values: Mapping[str, Any], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Return the anomaly of a step, after writing it; None if the step has none.
-
-        Count skipped steps.
-        """
+        """Return the anomaly of a step, after writing it, or None; count skipped steps."""
         reason = skip_reason(values)
         if reason == "no_labels":
             return None

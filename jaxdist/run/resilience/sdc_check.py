@@ -78,10 +78,7 @@ class SdcCheck:
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state if due or forced, unless checks are off.
-
-        The state may be donated right after.
-        """
+        """Start a check if due or forced, unless checks are off; the state may then be donated."""
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
             return
@@ -151,10 +148,7 @@ class SdcCheck:
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
-        """Return the replicas whose hashes differ, or None if none do.
-
-        `hashes` are uint32 [num_devices, num_arrays], devices in mesh order.
-        """
+        """Return replicas with different hashes, uint32 [num_devices, num_arrays], or None."""
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):
