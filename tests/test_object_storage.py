@@ -369,7 +369,7 @@ def test_expired_credentials_are_reported_at_startup_and_in_a_run(
 
 
 def test_sweep_finds_its_runs_and_other_paths_are_refused(folder):
-    first, second = read_sweep(["--grid=seed=1,2", "--steps=2", f"--run-dir={folder}"]).trials
+    first, second = read_sweep(["--grid=seed=1,2", "--steps=2", f"--run-dir={folder}"])[0]
     assert str(first.path) == f"{folder}/seed=1" and not first.is_finished()
     (first.path / "summary.json").write('{"exit_reason": "finished", "step": 2}')
     assert first.is_finished() and not second.is_finished()

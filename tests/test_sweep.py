@@ -22,7 +22,7 @@ from jaxdist.tools.sweep.grid import Trial, read_sweep
 
 
 def trials_of(argv):
-    return read_sweep(argv).trials
+    return read_sweep(argv)[0]
 
 
 MILLION = [f"--grid={name}={','.join(map(str, range(1, 1001)))}" for name in ("seed", "steps")]

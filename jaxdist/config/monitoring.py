@@ -29,7 +29,7 @@ class MonitoringConfig:
     )
     layer_statistics_steps: int = setting(
         0,
-        "steps between statistics of every layer, in metrics.jsonl and TensorBoard: norms of "
+        "steps between statistics of every layer, in metrics.jsonl and the trackers: norms of "
         "gradients, weights and updates, RMS of activations, largest attention logit. Costs a "
         "forward pass each time; 0 = none",
         ge=0,

@@ -1,4 +1,4 @@
-"""Settings of the guards: hangs, loss anomalies, silent data corruption."""
+"""Settings of the guards: hangs, loss anomalies, silent data corruption, preemption."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from jaxdist.settings import setting
 
 MAX_ROLLBACKS = 5
-"""Maximum rollbacks per start. Then the run stops, because another rollback would not help."""
+"""Maximum rollbacks per start, of each guard (losses, replicas). Then the run stops."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    """Time limit of a step, and policies for bad losses and corrupt replicas."""
+    """Time limit of a step, policies for bad losses and corrupt replicas, notices of clouds."""
 
     step_timeout_s: float = setting(
         300.0,
@@ -42,7 +42,7 @@ class ResilienceConfig:
     )
     sdc_check_interval_steps: int = setting(
         100,
-        "steps between checks for silent data corruption, which compare replicas bit by bit on "
+        "steps between checks for silent data corruption, which compare hashes of replicas on "
         "the devices, also before each save; 0 = never",
         ge=0,
     )

@@ -98,7 +98,7 @@ class RunConfig:
         False,
         "test an installation: a tiny model for a few steps on 2 simulated devices (with a mesh: "
         "on the real devices), synchronous saves, stop on NaN; files and flags override these "
-        "defaults. Also deterministic GPU kernels and jax_enable_checks",
+        "defaults. Also deterministic GPU kernels, jax_enable_checks, no compilation cache",
     )
     simulate: int = setting(
         0, "simulated CPU devices of each process; 0 = the real devices", ge=0, le=_MAX_SIMULATED
@@ -259,7 +259,7 @@ class RunConfig:
     def _stage_problems(
         self, spec: MeshSpec, model: Model | None, dims: Mapping[str, int]
     ) -> list[str]:
-        """Return an error for each rule of a mesh that a shorter or smaller batch violates."""
+        """Return an error for each rule of a mesh that a batch of the schedules violates."""
         problems = []
         ways = spec[TENSOR] * spec[CONTEXT]
         for stage in self.train.stages if len(self.train.stages) > 1 else ():
@@ -271,7 +271,7 @@ class RunConfig:
                     f"{stage.seq_len}. Use lengths that are multiples of {ways}."
                 )
             rows = f"{run.train.global_batch_size} rows of {stage.seq_len} tokens"
-            problems += [f"the stage after step {stage.first_step}, {rows}: {p}" for p in violated]
+            problems += [f"from step {stage.first_step + 1} on, {rows}: {p}" for p in violated]
         return problems
 
     def _schedule_problems(self) -> list[str]:

@@ -24,9 +24,10 @@ Storage = Literal["bfloat16", "float32"]
 def teacher_of(
     config: RunConfig, vocab_size: int, compute_dtype: str
 ) -> tuple[RunConfig, Model] | None:
-    """Return settings and model of the run's teacher, in the compute dtype; None without teacher.
+    """Return settings and model of the run's teacher, or None.
 
-    Raise `ConfigError` if it does not fit a student with `vocab_size` tokens.
+    Its weights are bfloat16 if `compute_dtype` is, else float32. Raise `ConfigError` if it does not
+    fit a student with `vocab_size` tokens.
     """
     path = config.objective.teacher
     if not path:

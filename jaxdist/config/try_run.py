@@ -21,7 +21,8 @@ def scaled_down(run: RunConfig) -> RunConfig:
     """Return a small run of the same architecture on data that every machine has.
 
     Family, norm, positions, activation, ratio of query to key/value heads, ratio of the widths,
-    adapters and optimizer are those of `run`. Mesh, batch, steps, data and precision are not.
+    modules with adapters and update rule are those of `run`. Mesh, batch, steps, learning rate,
+    data and precision are not.
     """
     is_text = run.model.reads == "text"
     steps = 100 if is_text else 60

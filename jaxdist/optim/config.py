@@ -78,7 +78,7 @@ class OptimConfig:
     ema_decay: float = setting(
         0.0,
         "decay per step of an exponential moving average (EMA) of the weights, e.g. 0.999; "
-        "evaluation, generate and convert to-hf use the average; 0 = no average",
+        "evaluation, generate and exports use the average; 0 = no average",
         ge=0,
         lt=1,
     )

@@ -253,7 +253,7 @@ def help_text(
         chosen = [name for name in groups if name.split(" ")[0] == section]
         if not chosen:
             raise ConfigError(f"--help {section}: unknown section. Use one of {names}.")
-        return "\n\n".join(_section(name, *groups[name]) for name in chosen)
+        return "\n\n".join(_group(f"{n}: {groups[n][0]}", groups[n][1]) for n in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
     flags = (
         " [--config FILE.toml|NAME] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
@@ -267,7 +267,7 @@ def help_text(
         _wrap(f"Short flags: {short}." if short else "", ""),
         _wrap(f"--help SECTION prints one of: {names}." if names else "", ""),
         *_root(cls, groups.pop("")[1], spelled),
-        *(_section(name, *group) for name, group in groups.items()),
+        *(_group(f"{name}: {doc}", fields) for name, (doc, fields) in groups.items()),
     ]
     return "\n\n".join(part for part in parts if part.strip())
 
@@ -311,11 +311,7 @@ def _root(cls: type, fields: list[Field], spelled: Mapping[str, str]) -> Iterato
     yield _group("General", inherited, spelled)
 
 
-def _section(heading: str, doc: str, fields: list[Field]) -> str:
-    return _group(f"{heading}: {doc}", fields, {})
-
-
-def _group(title: str, fields: list[Field], spelled: Mapping[str, str]) -> str:
+def _group(title: str, fields: list[Field], spelled: Mapping[str, str] = {}) -> str:
     if not fields:
         return ""
     # Positional arguments come first.

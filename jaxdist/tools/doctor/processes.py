@@ -178,19 +178,17 @@ class Token:
     process: int
 
     @property
-    def path(self) -> Location:
-        """Return the path of the token's file in the run directory."""
+    def _path(self) -> Location:
         return locate(self.directory) / f".doctor-{self.nonce}-{self.process}"
 
     @property
-    def text(self) -> str:
-        """Return the content of the token's file, by which readers recognize a complete one."""
+    def _text(self) -> str:
         return f"{self.nonce} {self.process}\n"
 
     def write(self) -> str:
         """Write the token's file; return the reason for a failure, or ""."""
         try:
-            self.path.write(self.text)
+            self._path.write(self._text)
         except OSError as failure:
             return failure.strerror or str(failure)
         return ""
@@ -198,14 +196,14 @@ class Token:
     def is_complete(self) -> bool:
         """Return whether the file can be read with its full content."""
         try:
-            return self.path.text() == self.text
+            return self._path.text() == self._text
         except OSError:
             return False
 
     def delete(self) -> None:
         """Delete the token's file."""
         with contextlib.suppress(OSError):
-            self.path.delete()
+            self._path.delete()
 
 
 def read_tokens(

@@ -114,7 +114,7 @@ class ElasticAgent(Agent):
         is_new = current is not None and (self.round is None or current.id != self.round.id)
         if current and is_new and current.index_of(self.rendezvous.own.uuid) is not None:
             return current
-        if self._leads(hosts):
+        if self._leads():
             return self._lead(hosts, current)
         self._log_waiting(current, hosts)
         return None
@@ -156,7 +156,7 @@ class ElasticAgent(Agent):
         hosts, current = self.rendezvous.read_hosts(), self._current_round()
         lost = self._missing_member(hosts, current, group.is_stopping)
         is_current = self.round is not None and current is not None and current.id == self.round.id
-        if is_current and self._leads(hosts):
+        if is_current and self._leads():
             self._lead(hosts, current)
         if lost:
             group.abort(lost)
@@ -207,7 +207,7 @@ class ElasticAgent(Agent):
         """Restore the rendezvous files to their state before this launch; see `Rendezvous`."""
         self.rendezvous.discard()
 
-    def _leads(self, hosts: Mapping[int, Host]) -> bool:
+    def _leads(self) -> bool:
         return self.rendezvous.leader() == self.rendezvous.own.rank
 
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:

@@ -71,7 +71,8 @@ class KubernetesConfig:
         (), "NAME=COUNT, another resource per pod, e.g. rdma/hca=8 for RDMA"
     )
     volume: tuple[str, ...] = setting(
-        (), "CLAIM:/PATH, a volume claim and its mount path; see --run-dir for the use of the first"
+        (),
+        "CLAIM:/PATH, volume claim and mount path; the first is the default for the run directory",
     )
     run_dir: str = setting(
         "",

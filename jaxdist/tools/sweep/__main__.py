@@ -42,10 +42,9 @@ _SWEEP_FLAGS = ("run_dir", "arguments", "program")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the unfinished runs and print a comparison, or write a job array; return exit code."""
-    sweep = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
-    trials = sweep.trials
-    if sweep.slurm:
-        return write_array(sweep.slurm, trials)
+    trials, slurm = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
+    if slurm:
+        return write_array(slurm, trials)
     failed = []
     for number, trial in enumerate(trials, start=1):
         prefix = f"sweep: run {number} of {len(trials)}: {trial.name}"

@@ -65,16 +65,11 @@ class Trial:
         return ended == all_steps or ended[0] == ExitReason.STOPPED_EARLY
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The runs of a sweep; `slurm` are flags of a SLURM job array, () = train here."""
+def read_sweep(argv: Sequence[str], summary: str = "") -> tuple[list[Trial], tuple[str, ...]]:
+    """Return the checked runs of the command line, and flags of a SLURM job array (() = none).
 
-    trials: list[Trial]
-    slurm: tuple[str, ...]
-
-
-def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
-    """Return the runs of the command line, all checked; raise ConfigError with all problems."""
+    Raise `ConfigError` with all problems.
+    """
     config = read_settings(
         SweepConfig,
         argv,
@@ -127,7 +122,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     problems += [problem for trial in trials if (problem := _other_run(trial))]
     if problems:
         raise ConfigError(problems, heading=COMMAND)
-    return Sweep(trials=trials, slurm=config.slurm)
+    return trials, config.slurm
 
 
 def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
