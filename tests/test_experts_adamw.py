@@ -22,7 +22,9 @@ pytest.importorskip("transformers", reason="needs the reference extra")
 SEQ, ROWS, RATE, STEPS = 16, 8, 1e-2, 5
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "dots1", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss", pytest.param("dots1", marks=pytest.mark.product)]
+)
 def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     """The bias of dots.llm1 is constant here: PyTorch has no rule for it."""
     from test_convert_hf import tree_of

@@ -233,8 +233,8 @@ def on_mesh(name, case, precision="float32", matmul="auto"):
 
 
 SAMPLE = {
-    ("reference", "pp2"),
-    ("int8", "cp2"),
+    ("reference", "cp2"),
+    ("int8", "pp2"),
     ("adapter_on_int8", "fsdp2_tp2"),
 }
 PAIRS = itertools.product(MODELS, MESHES)
