@@ -234,8 +234,7 @@ GPUS: dict[str, Gpu] = _read_catalog()
 def gpu_of(device_kind: str) -> Gpu | None:
     """Return the GPU of a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3", or None.
 
-    The complete name must match: an L40S is not an L4, and a MIG slice is not a GPU. For described
-    devices, the kind is the name in `GPUS`.
+    The complete name must match: an L40S is not an L4. Described devices have a name in `GPUS`.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))

@@ -235,9 +235,8 @@ def _init(
 ) -> dict[str, Array]:
     """Return A [*stack, *inputs, rank], uniform in ±1/sqrt(inputs) as in PEFT, and B = 0.
 
-    B is [*stack, rank, *outputs of the module]; `shape` is [*inputs, *outputs] of the weight,
-    `stack` its numbers of layers and experts. DoRA's scale [*stack, *outputs] is 1 until
-    `with_start`.
+    B is [*stack, rank, *outputs of the module], `shape` [*inputs, *outputs] of the weight, `stack`
+    its numbers of layers and experts. DoRA's scale [*stack, *outputs] is 1 until `with_start`.
     """
     ins, outs = shape[:count], list(shape[count:])
     outs[part.dim - count] = part.size or outs[part.dim - count]

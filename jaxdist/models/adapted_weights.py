@@ -292,12 +292,9 @@ def keep_mask(key: Array, rate: float, rows: Array, positions: Array, inputs: Ar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenRows(AdaptedWeight):
-    """A frozen embedding table or output kernel, and trained rows that replace some of its rows.
+    """A frozen table [vocab, d_model] (`dim` 0) or kernel [d_model, vocab] (1), and trained rows.
 
-    Attributes:
-        base: table [vocab, d_model] if `dim` is 0, kernel [d_model, vocab] if it is 1.
-        rows: [tokens, d_model], float32.
-        ids: the token of each row.
+    The `rows`, float32 [tokens, d_model], replace the vectors of the tokens `ids`.
     """
 
     base: Any

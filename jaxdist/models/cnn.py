@@ -1,12 +1,13 @@
 """The image classifier of common CIFAR-10 tutorials: two conv blocks, two dense layers.
 
-The tensor axis splits each pair of layers as in a transformer's MLP: the first by its outputs, the
-second by its inputs. Images are channels-last.
+The tensor axis splits the first layer of each pair by its outputs, and the second by its inputs.
+Images are channels-last.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +15,52 @@ from flax import nnx
 
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
-from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, CnnConfig
+from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, CnnConfig, ResnetConfig
 from jaxdist.objectives import classification
 
 
 def build_cnn(config: CnnConfig) -> Model:
-    """Return the `Model` of the classifier; batches have `images`, `labels` and `weights`."""
-    init, axes, bind = layers.functional(lambda rngs: Cnn(config, rngs))
+    """Return the `Model` of the classifier; see `image_classifier`."""
+    area, pixels, (first, second) = KERNEL_SIZE**2, config.image_size**2, config.channels
+    macs = pixels * area * IMAGE_CHANNELS * first + pixels // 4 * area * first * second
+    macs += config.flat_size * config.mlp_dim + config.mlp_dim * config.num_classes
+    return image_classifier(config, "cnn", lambda rngs: Cnn(config, rngs), macs)
+
+
+def image_classifier(
+    config: CnnConfig | ResnetConfig, name: str, make: Callable[[nnx.Rngs], nnx.Module], macs: int
+) -> Model:
+    """Return the `Model` of a module that maps images and a context to logits.
+
+    Batches have `images` float32 [batch, size, size, channels], `labels` and `weights` [batch].
+    `macs` are the multiplications of one image's forward pass.
+    """
+    init, axes, bind = layers.functional(make)
+    image = (config.image_size, config.image_size, IMAGE_CHANNELS)
 
     def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
-        return bind(params)(batch["images"].astype(context.dtype), context), {}
+        """Return logits [batch, classes] and batch statistics."""
+        network = bind(params)
+        logits = network(batch["images"].astype(context.dtype), context)
+        return logits, layers.batch_statistics(network, context)
 
     return Model(
-        name="cnn",
+        name=name,
         init=init,
         axes=axes,
         dims=config.dims,
         head=head,
         objective=classification,
-        flops_per_token=_flops_per_image(config),
+        flops_per_token={"causal": 6.0 * macs, "full": 6.0 * macs},
         unit="images",
         rules=config.rules,
         num_classes=config.num_classes,
-        row=layers.image_row(config.image_size),
+        row={
+            "images": jax.ShapeDtypeStruct(image, jnp.float32),
+            "labels": jax.ShapeDtypeStruct((), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((), jnp.float32),
+        },
     )
-
-
-def _flops_per_image(config: CnnConfig) -> dict[str, float]:
-    area, pixels, (first, second) = KERNEL_SIZE**2, config.image_size**2, config.channels
-    macs = pixels * area * IMAGE_CHANNELS * first + pixels // 4 * area * first * second
-    macs += config.flat_size * config.mlp_dim + config.mlp_dim * config.num_classes
-    return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
 
 class Cnn(nnx.Module):

@@ -58,6 +58,7 @@ class _ModelDefaults:
         reads: "text", "images", or "" for any data.
         size_settings: logical dim or size -> its setting, for messages.
         num_labels: outputs of its score head; 0 = it has no such head.
+        max_seq_len: number of tokens per row that the model is made for; 0 = unknown.
     """
 
     rules: ClassVar[Mapping[str, str | None]] = {}
@@ -66,6 +67,7 @@ class _ModelDefaults:
     reads: ClassVar[str] = ""
     size_settings: ClassVar[Mapping[str, str]] = {}
     num_labels: int = 0
+    max_seq_len: int = 0
 
     @property
     def stack_settings(self) -> Mapping[str, str]:
@@ -76,11 +78,6 @@ class _ModelDefaults:
     def head_parts(self) -> list[str]:
         """Names of the parameters of a decoder's head, without the norm; [] for other models."""
         return []
-
-    @property
-    def longest_row(self) -> int:
-        """Number of tokens per row that the model is made for; 0 = unknown."""
-        return 0
 
     @property
     def dims(self) -> dict[str, int]:
@@ -234,11 +231,6 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     def head_parts(self) -> list[str]:
         """Name of the kernel of scores or logits; [] if it is the embedding table."""
         return ["head/score"] if self.num_labels else ["head/kernel"] * (not self.tie_embeddings)
-
-    @property
-    def longest_row(self) -> int:
-        """Number of tokens per row that the model is made for; rotary models accept more."""
-        return self.max_seq_len
 
     @property
     def kv_heads(self) -> int:

@@ -1,8 +1,7 @@
-"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma, GPT-2 and gpt-oss from one configurable block.
+"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma, GPT-2, gpt-oss, ... from one configurable block.
 
 Query, key and value use one fused weight, [d_model, kv_heads, heads/kv_heads + 2, head_dim]: the
-queries of a group, its key, its value. The tensor axis splits it by groups. Gate and up are fused
-too, [d_model, 2, mlp].
+queries of a group, its key, its value. Gate and up are fused too, [d_model, 2, mlp].
 """
 
 from __future__ import annotations

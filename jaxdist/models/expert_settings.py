@@ -160,7 +160,6 @@ class ExpertSettings:
         return problems + self._router_problems()
 
     def _router_problems(self) -> list[str]:
-        """Return error messages for the table `router`."""
         defaults, problems = vars(Router()), []
         for name, value in self.router.items():
             key = f"model.router.{name}={value!r}"
@@ -203,8 +202,7 @@ class ExpertSettings:
 def repeated_block(sparse: Sequence[bool]) -> tuple[int, tuple[bool, ...]]:
     """Return a number of first dense layers, and the shortest block that repeats after them.
 
-    `sparse` has for each layer of the model, and the block for each of its layers, whether it has
-    experts.
+    `sparse` has for each layer, and the block for each of its layers, whether it is not dense.
     """
     count, dense = len(sparse), sparse.index(True) if True in sparse else 0
     size, first = min(

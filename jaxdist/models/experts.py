@@ -32,7 +32,6 @@ from jaxdist.settings import ConfigError
 STEP_SUMS = f"{LAYER_SUM}expert_tokens", f"{LAYER_SUM}trained_tokens"
 """Names of the sums of a layer: assignments to each expert, [experts], and weights of tokens."""
 
-
 _FIRST_SITE = 3  # dropout sites of a layer have smaller numbers
 _NEAR = 1e-5  # gap of two scores of which rounding may choose the other
 _TINY = 1e-20  # added to sums of scores by which values are divided, as in transformers
@@ -58,8 +57,7 @@ class Experts(nnx.Module):
     3.2 (router z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid scores, groups,
     bias).
     Deviation: the balance loss is that of each row, averaged by the number of trained tokens, or of
-    the complete global batch, and a capacity is that of each row. None depends on mesh or
-    microbatches.
+    the global batch, and a capacity is that of each row. None depends on mesh or microbatches.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -86,8 +84,7 @@ class Experts(nnx.Module):
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
         """Return the `Routing` of tokens x [batch, seq_shard, d_model], and the router's `Sums`.
 
-        If two scores are equal, the expert with the lower index comes first. In decoding the sums
-        are {}.
+        Of equal scores, that of the lower index comes first. In decoding the sums are {}.
         """
         config = self.config
         logits = jnp.einsum(

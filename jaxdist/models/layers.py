@@ -28,7 +28,7 @@ from jaxdist.core.types import (
 )
 from jaxdist.core.weights import Parameter
 from jaxdist.models.adapted_weights import TokenRows
-from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ROPE_SCALING, DecoderConfig
+from jaxdist.models.configs import KERNEL_SIZE, ROPE_SCALING, DecoderConfig
 
 
 class RunningAverage(nnx.Variable):
@@ -135,11 +135,11 @@ class BatchNorm(nnx.Module):
 
 
 def batch_statistics(module: nnx.Module, context: Context) -> Sums:
-    """Return the batch statistics of a module for a head's sums; {} in evaluation."""
+    """Return a module's batch statistics for a head's sums; {} without any or in evaluation."""
     if not context.training:
         return {}
     averages: Any = nnx.to_pure_dict(nnx.state(module, RunningAverage))
-    return {BATCH_STATISTICS: averages}
+    return {BATCH_STATISTICS: averages} if averages else {}
 
 
 class RMSNorm(nnx.Module):
@@ -356,14 +356,10 @@ _rows.defvjp(lambda num_rows, table, index: (table[index], index), _rows_backwar
 
 
 def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
-    """Return x with features dropped; random bits depend only on a token's row and position.
+    """Return x [batch, seq_shard, d_model] with dropped features; rate 0 or no key drops nothing.
 
-    Args:
-        x: [batch, seq_shard, d_model].
-        rate: dropout rate; 0 or a key of None drops nothing.
-        key: consumed once; the caller folds in the layer and the dropout site.
-        rows: int32 [batch], index in the global batch.
-        index: int32 [seq_shard], index in the row.
+    The random bits depend on the key, used once, into which callers fold layer and dropout site; on
+    `rows` int32 [batch], indices in the global batch; on `index` int32 [seq_shard], in the row.
     """
     if key is None or rate == 0:
         return x
@@ -393,15 +389,6 @@ def activation(config: DecoderConfig, ways: list[Array]) -> Array:
         return gate * jax.nn.sigmoid(_SLOPE * gate) * (up + 1)
     hidden = jax.nn.gelu(gate, approximate=True)
     return hidden * linear[0] if config.activation == "geglu" else hidden
-
-
-def image_row(size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return `Model.row` of a classifier: float32 image [size, size, channels], label, weight."""
-    return {
-        "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
-        "labels": jax.ShapeDtypeStruct((), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((), jnp.float32),
-    }
 
 
 def conv(x: Array, kernel: Array, stride: int = 1) -> Array:

@@ -2,10 +2,8 @@
 
 It has 6 n + 2 layers: a 3 × 3 convolution, three stages of n residual blocks (1, 2 and 4 times the
 channels at full, half and quarter image size), the mean over pixels, one dense layer. Shortcuts
-have no weights (option A of the paper). Images are channels-last.
-
-Tensor parallelism splits the two convolutions of a block like a transformer's MLP: the first along
-its outputs, the second along its inputs.
+have no weights (option A of the paper). Images are channels-last. Tensor parallelism splits the
+first convolution of a block along its outputs, and the second along its inputs.
 """
 
 from __future__ import annotations
@@ -17,36 +15,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Context, Model
 from jaxdist.models import layers
+from jaxdist.models.cnn import image_classifier
 from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ResnetConfig
-from jaxdist.objectives import classification
 
 _NUM_STAGES = 3
 
 
 def build_resnet(config: ResnetConfig) -> Model:
-    """Return the `Model` of the classifier; batches have `images`, `labels` and `weights`."""
-    init, axes, bind = layers.functional(lambda rngs: Resnet(config, rngs))
-
-    def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
-        network = bind(params)
-        logits = network(batch["images"].astype(context.dtype), context)
-        return logits, layers.batch_statistics(network, context)
-
-    return Model(
-        name=f"resnet-{config.depth}",
-        init=init,
-        axes=axes,
-        dims=config.dims,
-        head=head,
-        objective=classification,
-        flops_per_token=_flops_per_image(config),
-        unit="images",
-        rules=config.rules,
-        num_classes=config.num_classes,
-        row=layers.image_row(config.image_size),
-    )
+    """Return the `Model` of the classifier; see `image_classifier`."""
+    area, side = KERNEL_SIZE**2, config.image_size
+    macs = side**2 * area * IMAGE_CHANNELS * config.width
+    for _, width, out in _blocks(config):
+        side //= out // width
+        macs += side**2 * area * (width + out) * out
+    macs += config.width * 2 ** (_NUM_STAGES - 1) * config.num_classes
+    name = f"resnet-{config.depth}"
+    return image_classifier(config, name, lambda rngs: Resnet(config, rngs), macs)
 
 
 def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
@@ -55,16 +41,6 @@ def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
         for block in range(config.blocks_per_stage):
             yield f"stage_{stage + 1}_block_{block + 1}", width, config.width * 2**stage
             width = config.width * 2**stage
-
-
-def _flops_per_image(config: ResnetConfig) -> dict[str, float]:
-    area, side = KERNEL_SIZE**2, config.image_size
-    macs = side**2 * area * IMAGE_CHANNELS * config.width
-    for _, width, out in _blocks(config):
-        side //= out // width
-        macs += side**2 * area * (width + out) * out
-    macs += config.width * 2 ** (_NUM_STAGES - 1) * config.num_classes
-    return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
 
 class Resnet(nnx.Module):

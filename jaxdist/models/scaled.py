@@ -13,8 +13,7 @@ _WIDTH, _LAYERS, _HEADS = 128, 4, 8
 def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConfig:
     """Return a small model of the same architecture, for rows of `seq_len` tokens.
 
-    A decoder keeps its ratio of query to key/value heads, and roughly those of its widths. Raises
-    `ConfigError` for a custom model.
+    The ratio of query to key/value heads stays. Raises `ConfigError` for a custom model.
     """
     if isinstance(model, CnnConfig):
         return dataclasses.replace(model, mlp_dim=min(model.mlp_dim, 64))

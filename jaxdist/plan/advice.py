@@ -179,10 +179,7 @@ def _on_data(plan: Plan) -> str:
             "parameters and optimizer."
         )
     if plan.choice.job.spec == alone.job.spec:
-        return (
-            f"Data parallelism alone is enough: a replica takes {size} of {limit}, and only "
-            "gradients are exchanged, once a step."
-        )
+        return f"Data parallelism alone is enough: a replica takes {size} of {limit}."
     speed = _compared(alone, plan.choice)
     return f"Data parallelism alone also fits ({size}) and is {speed}."
 
@@ -224,7 +221,6 @@ def _compared(other: Candidate, choice: Candidate) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
-    """Yield advice that compares the context-parallel exchanges; none without a context axis."""
     choice = plan.choice
     job, used = choice.job, choice.job.plan.exchange
     if used is None:

@@ -105,7 +105,7 @@ def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
     if unknown and not problems:
         problems.append(
             f"precision.matmul_dtype={matmul_dtype} on GPU {gpu.name!r}, whose peak_tflops lack "
-            f"{' and '.join(unknown)}. Add it to the file of --hardware."
+            f"{' and '.join(unknown)}. Add it in a file for --hardware."
         )
     return problems
 
@@ -129,7 +129,24 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
             # No mesh is legal: this check raises with the reason and a fix.
             run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
     choice, check = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
-    return _priced(config, cluster, choice, bool(mesh), result, check)
+    checkpoints, on_demand = price_run(config, choice)
+    spot_checkpoints, spot = price_run(config, choice, spot=True)
+    compiled = check.compiled if check else None
+    return Plan(
+        base=run,
+        cluster=cluster,
+        choice=choice,
+        mesh_is_fixed=bool(mesh),
+        search=result,
+        flows=tuple(flows_of(choice.job)),
+        check=check,
+        restart=_restart(config, choice, compiled.compile_s if compiled else None),
+        checkpoints=checkpoints,
+        on_demand=on_demand,
+        spot=spot,
+        spot_checkpoints=spot_checkpoints,
+        limits=config.limits,
+    )
 
 
 def _check_candidates(
@@ -158,34 +175,6 @@ def _check_candidates(
 
 def _needed(choice: Candidate, compiled: CompiledStep) -> float:
     return compiled.memory.total_bytes + choice.memory.state.get(TEACHER, 0.0)
-
-
-def _priced(
-    config: PlanConfig,
-    cluster: Cluster,
-    choice: Candidate,
-    mesh_is_fixed: bool,
-    result: SearchResult,
-    check: CompilerCheck | None,
-) -> Plan:
-    checkpoints, on_demand = price_run(config, choice)
-    spot_checkpoints, spot = price_run(config, choice, spot=True)
-    compiled = check.compiled if check else None
-    return Plan(
-        base=config.run,
-        cluster=cluster,
-        choice=choice,
-        mesh_is_fixed=mesh_is_fixed,
-        search=result,
-        flows=tuple(flows_of(choice.job)),
-        check=check,
-        restart=_restart(config, choice, compiled.compile_s if compiled else None),
-        checkpoints=checkpoints,
-        on_demand=on_demand,
-        spot=spot,
-        spot_checkpoints=spot_checkpoints,
-        limits=config.limits,
-    )
 
 
 def _restart(config: PlanConfig, choice: Candidate, compile_s: float | None = None) -> Restart:
@@ -366,9 +355,8 @@ USUAL_DAYS = 90.0
 class Sizes:
     """Numbers of GPUs for a run, for several GPU types: those `tried` that fit, and the `best`.
 
-    `best` has the smallest size of each type that meets the deadline, or `USUAL_DAYS` without one,
-    cheapest first. If no type meets `USUAL_DAYS`, it has the fastest size of each type. Sizes above
-    the budget are left out.
+    `best` has the smallest size of each type that meets the deadline, or `USUAL_DAYS` without one;
+    if none meets the latter, the fastest of each. None is above the budget. Cheapest first.
     """
 
     best: tuple[Size, ...]

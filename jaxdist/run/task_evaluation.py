@@ -161,7 +161,7 @@ class _RunModel:
             data.tokenizer_name, data.eos_token, data.text_format
         )
         # Rotary positions have no end, but longer texts than those of the training are unusual.
-        trained = parts.config.model.longest_row or parts.config.train.seq_len
+        trained = parts.config.model.max_seq_len or parts.config.train.seq_len
         self.max_length = min(parts.model.decoding.max_len, trained)
         self.batch_size = parts.config.train.global_batch_size
         values = make_row_values(

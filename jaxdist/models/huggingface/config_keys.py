@@ -11,19 +11,26 @@ from typing import Any
 
 from jaxdist.models.configs import ROPE_SCALING
 
-_LLAMA = {
-    "vocab_size": int,
-    "hidden_size": int,
-    "num_hidden_layers": int,
-    "num_attention_heads": int,
-    "intermediate_size": int,
+GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "n_positions": "max_seq_len",
+    "n_embd": "d_model",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_inner": "mlp_dim",
+    "layer_norm_epsilon": "norm_eps",
 }
-_GPT2 = {
-    "vocab_size": int,
-    "n_embd": int,
-    "n_layer": int,
-    "n_head": int,
+LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
 }
+# Key of config.json -> our setting, for GPT-2 and for all other families.
+
 _OPTIONAL = {
     "max_position_embeddings": int,
     "n_positions": int,
@@ -137,7 +144,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
         attn_logit_softcapping=50.0,
     ),
     gemma3_text=dict(_GEMMA_DEFAULTS, rope_theta=1e6, rope_local_base_freq=10000.0),
-    gpt2=dict(n_positions=1024, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    gpt2=dict(n_positions=1024, layer_norm_epsilon=1e-5, tie_word_embeddings=True, n_inner=None),
 )  # fmt: skip
 """Family -> default of each optional key that is used, as in transformers' config class."""
 
@@ -240,7 +247,8 @@ transformers. Qwen2-MoE has a window only with `use_sliding_window`. gpt-oss has
 
 def key_problems(hf: Any, family: str) -> list[str]:
     """Return the errors of the keys of a `config.json`, defaults included, one line each."""
-    needed = _GPT2 if family == "gpt2" else _LLAMA
+    sizes = GPT2_SIZES if family == "gpt2" else LLAMA_SIZES
+    needed = {name: int for name in sizes if name not in DEFAULTS[family]}
     errors = [
         f"{name}=null is not supported for {family}. Remove the key for {default!r}."
         for name, default in DEFAULTS[family].items()

@@ -1,8 +1,6 @@
 """Translate the settings of Hugging Face's decoders to ours and back.
 
-References:
-    The `config.json` of the models of Hugging Face transformers in `FAMILIES`, as saved checkpoints
-    have them.
+Source: the `config.json` of saved checkpoints of transformers' models in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
     DROPOUT,
     GEMMAS,
+    GPT2_SIZES,
+    LLAMA_SIZES,
     MIXED,
     full_every,
     key_problems,
@@ -45,7 +45,6 @@ _ARCHITECTURES = {
 FAMILIES = (*_ARCHITECTURES, "phi3")
 """Supported `model_type`s. Phi-3 is exported as Llama, or as Mistral if it has a window."""
 
-
 _LATENT = "multi-head latent attention (MLA)"
 _DELTA = "layers with a gated delta net"
 _LLAMA4 = "chunked attention, layers without positions and experts whose inputs the router scales"
@@ -59,26 +58,6 @@ _MISSING = {
     "qwen3_next": _DELTA,
 }
 """Well-known `model_type`s that are not supported -> what they need."""
-
-_GPT2_SIZES = {
-    "vocab_size": "vocab_size",
-    "n_positions": "max_seq_len",
-    "n_embd": "d_model",
-    "n_layer": "num_layers",
-    "n_head": "num_heads",
-    "n_inner": "mlp_dim",
-    "layer_norm_epsilon": "norm_eps",
-}
-_LLAMA_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-}
-# Key of config.json -> our setting, for GPT-2 and for all other families.
 
 _GEMMA_SETTINGS = (
     "scale_embeddings",
@@ -107,9 +86,7 @@ def read_config(hf: Any) -> DecoderConfig:
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
     family = hf.get("model_type")
     if family not in FAMILIES:
-        lacks = next(
-            (f": it needs {text}" for name, text in _MISSING.items() if name == family), ""
-        )
+        lacks = f": it needs {_MISSING[str(family)]}" if str(family) in _MISSING else ""
         raise ConfigError(
             f"model_type={family!r} is not supported{lacks}. Supported are {', '.join(FAMILIES)}."
         )
@@ -136,14 +113,11 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
 
 def left_out(hf: Mapping[str, Any]) -> list[str]:
     """Return a log line about ignored dropout rates of a `config.json`, if any: at most one."""
-    rates = {name: hf[name] for name in DROPOUT if hf.get(name)}
-    if not rates:
-        return []
-    text = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+    rates = ", ".join(f"{name}={hf[name]}" for name in DROPOUT if hf.get(name))
     return [
-        f"config.json has {text}, which is ignored: dropout is 0. Set model.dropout and "
+        f"config.json has {rates}, which is ignored: dropout is 0. Set model.dropout and "
         "model.attention_dropout to use it."
-    ]
+    ] * bool(rates)
 
 
 def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
@@ -254,7 +228,7 @@ _DOTS_ROUTER = {
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return a Hugging Face `config.json` for a model whose weights are stored in `dtype`."""
     family = family_of(config)
-    sizes = _GPT2_SIZES if family == "gpt2" else _LLAMA_SIZES
+    sizes = GPT2_SIZES if family == "gpt2" else LLAMA_SIZES
     name, labels = _ARCHITECTURES[family], dict[str, Any]()
     if config.num_labels:
         if family in ("dots1", "olmoe"):
@@ -385,7 +359,7 @@ def _read_llama(hf: Mapping[str, Any], family: str) -> DecoderConfig:
     if family == "gpt_oss":
         biases = ["qkv", "out"] * hf["attention_bias"] + ["mlp", "router"]
     ours: dict[str, Any] = dict(
-        {ours: hf[name] for name, ours in _LLAMA_SIZES.items()},
+        {ours: hf[name] for name, ours in LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
         head_dim=0 if width * heads == hf["hidden_size"] else width,
         rope_theta=float(rope["rope_theta"]),
@@ -440,9 +414,9 @@ def _read_gemma(hf: Mapping[str, Any], family: str, width: int) -> dict[str, Any
 
 
 def _read_gpt2(hf: Mapping[str, Any]) -> DecoderConfig:
-    hf = {**hf, "n_inner": hf.get("n_inner") or 4 * hf["n_embd"]}
+    hf = {**hf, "n_inner": hf["n_inner"] or 4 * hf["n_embd"]}
     return DecoderConfig(
-        **{ours: hf[name] for name, ours in _GPT2_SIZES.items()},
+        **{ours: hf[name] for name, ours in GPT2_SIZES.items()},
         norm="layer",
         positions="learned",
         activation="gelu",

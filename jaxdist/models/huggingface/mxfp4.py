@@ -1,9 +1,8 @@
 """Read weights in MXFP4, the format of gpt-oss's experts, as bfloat16.
 
 32 weights along a product's inputs are 4-bit floats (E2M1, two in a byte, the first in the low
-bits) that share a power of two (E8M0). A directory has `NAME_blocks` uint8 [experts, outputs,
-groups, 16] and `NAME_scales` uint8 [experts, outputs, groups] in place of the tensor NAME [experts,
-inputs, outputs].
+bits) that share a power of two (E8M0). `NAME_blocks` uint8 [experts, outputs, groups, 16] and
+`NAME_scales` uint8 [experts, outputs, groups] replace the tensor NAME [experts, inputs, outputs].
 
 Source: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections
 5.3.3 (E2M1) and 5.4.1 (E8M0).

@@ -56,31 +56,7 @@ _HARMLESS: dict[str, Any] = {
 }
 """Key -> the only supported value besides null, [] and {}."""
 
-_IGNORED = {
-    "fan_in_fan_out",  # the storage order of the base weights
-    "inference_mode",
-    "init_lora_weights",  # some kinds change the base weights: see `read_config`
-    "lora_dropout",  # training only
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "task_type",
-}
-_READ = {
-    "alpha_pattern",
-    "base_model_name_or_path",
-    "lora_alpha",
-    "modules_to_save",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_rslora",
-}
+_IGNORED = ("megatron_core", "peft_version", "qalora_group_size", "revision")
 
 
 class AdaptedModule(NamedTuple):
@@ -245,10 +221,11 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
         for key, value in peft.items()
         if key in _HARMLESS and value not in (_HARMLESS[key], None, [], {})
     ]
+    supported = {*write_config(model, LoraConfig(), source), *_IGNORED}
     problems += [
         f"{source}: the key {key!r} with value {value!r} is unknown. Remove it if it has no effect."
         for key, value in peft.items()
-        if key not in {*_HARMLESS, *_IGNORED, *_READ} and value not in (None, False, {}, [])
+        if key not in supported and value not in (None, False, {}, [])
     ]
     if peft.get("peft_type") != "LORA":
         problems.append(f"{source}: peft_type={peft.get('peft_type')!r}. Only LORA is supported.")

@@ -1,10 +1,7 @@
 """Map Hugging Face's tensors to our arrays and back.
 
-Values are moved without arithmetic, so a round trip is exact.
-
-References:
-    The tensor names of the models of Hugging Face transformers in `families.FAMILIES`, in saved
-    checkpoints.
+Values are moved without arithmetic, so a round trip is exact. Source: the tensor names in saved
+checkpoints of transformers' models in `families.FAMILIES`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ compute the states of an operation's results.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,10 +56,9 @@ States = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """An error over one axis; `path` locates the program that contains the equation.
+    """An error over one axis, of a `kind` of `step.Violation`.
 
-    `kind` is as in `step.Violation`. `operand` is the incorrect variable; `text` describes how it
-    is used.
+    `path` locates the equation's program; `text` describes how it uses the incorrect `operand`.
     """
 
     kind: str
@@ -152,7 +150,6 @@ class Interpreter:
     def _over_axis(
         self, index: int, equation: Any, in_states: list[States], path: Path, live: bool
     ) -> list[int]:
-        """Return the states of the results of an equation over one axis."""
         axis, states = self.axes[index], [state[index] for state in in_states]
         name, number = equation.primitive.name, len(equation.outvars)
         if name == "axis_index":
@@ -251,22 +248,12 @@ class Interpreter:
     def _alarm(
         self, kind: str, axis: str, equation: Any, operand: Any, text: str, path: Path
     ) -> None:
+        # Later iterations of a loop may change an EQUAL carry, e.g. a total that starts at 0.
         if self._first_round and kind not in ("omitted sum", "missing gather"):
             return
         if (id(equation), axis) not in self._seen:
             self._seen.add((id(equation), axis))
             self.alarms.append(Alarm(kind, axis, equation, operand, text, path))
-
-    @contextlib.contextmanager
-    def _as_first_round(self) -> Iterator[None]:
-        """Drop other alarms than omitted sums and missing gathers while this context is active.
-
-        It is for the first iteration of a loop: later iterations may change an EQUAL carry, such as
-        a zero-initialized total; splits remain.
-        """
-        before, self._first_round = self._first_round, True
-        yield
-        self._first_round = before
 
     def _scan(self, equation: Any, in_states: list[States], path: Path, live: bool) -> list[States]:
         body = equation.params["jaxpr"].jaxpr
@@ -275,8 +262,9 @@ class Interpreter:
         rows = [tuple(map(_row, s)) for s in in_states[constants + carried :]]
         inside = path.into(equation, body)
         if live:  # the first iteration has the most precise states
-            with self._as_first_round():
-                self.run(body, [*fixed, *carry, *rows], inside, live)
+            before, self._first_round = self._first_round, True
+            self.run(body, [*fixed, *carry, *rows], inside, live)
+            self._first_round = before
         carry = self._fixed_point(
             carry, lambda now: self.run(body, [*fixed, *now, *rows], inside, False)[:carried]
         )

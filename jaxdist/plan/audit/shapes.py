@@ -31,8 +31,12 @@ from jaxdist.plan.audit.states import (
 
 
 def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
+    return moved(state, _indices_without(gone, ndim))
+
+
+def _indices_without(gone: Sequence[int], ndim: int) -> dict[int, int]:
     kept = [dim for dim in range(ndim) if dim not in gone]
-    return moved(state, {dim: index for index, dim in enumerate(kept)})
+    return {dim: index for index, dim in enumerate(kept)}
 
 
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
@@ -295,7 +299,7 @@ def gather(equation: Any, states: Sequence[int]) -> int:
     looked_up = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
     of_index = dict(enumerate(looked_up))
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    of_table = _window_indices(len(shape), (*numbers.collapsed_slice_dims, *batching))
+    of_table = _indices_without((*numbers.collapsed_slice_dims, *batching), len(shape))
     of_table = {dim: numbers.offset_dims[index] for dim, index in of_table.items()}
     of_table = {dim: index for dim, index in of_table.items() if sizes[dim] == shape[dim]}
     for dim, in_index in zip(
@@ -317,11 +321,6 @@ def gather(equation: Any, states: Sequence[int]) -> int:
     return join(table, moved(index, of_index))
 
 
-def _window_indices(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
-    kept = [dim for dim in range(ndim) if dim not in left_out]
-    return {dim: index for index, dim in enumerate(kept)}
-
-
 def scatter_add(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a scatter-add; PARTIAL if devices add own updates to the same rows."""
     into, index, update = states[:3]
@@ -340,7 +339,7 @@ def _scattered(equation: Any, index: int, update: int) -> int:
     window = numbers.update_window_dims
     scattered = [dim for dim in range(len(of_update)) if dim not in window]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    targets = _window_indices(len(shape), (*numbers.inserted_window_dims, *batching))
+    targets = _indices_without((*numbers.inserted_window_dims, *batching), len(shape))
     kept = {window[index]: dim for dim, index in targets.items()}
     in_index = getattr(numbers, "scatter_indices_batching_dims", ())
     aligned = {scattered[i]: dim for i, dim in zip(in_index, batching, strict=True)}

@@ -19,6 +19,7 @@ over rows. `ROW` marks such a split, for which both are allowed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -81,10 +82,7 @@ def join(left: int, right: int) -> int:
 
 def join_all(states: Iterable[int]) -> int:
     """Return the `join` of all states; ZERO if there are none."""
-    total = ZERO
-    for state in states:
-        total = join(total, state)
-    return total
+    return functools.reduce(join, states, ZERO)
 
 
 def moved(state: int, targets: Sequence[int | None] | dict[int, int]) -> int:

@@ -113,8 +113,8 @@ def audit_program(
 ) -> Audit:
     """Return the audit of a jaxpr: of a step, of gradients (`make_value_and_grad`), or evaluation.
 
-    Reductions may use `sum_dtypes`, and those of gradients `gradient_dtype`; all may use 4 bytes or
-    more. On one device the audit is empty.
+    Besides 4 bytes or more, reductions may use `sum_dtypes`, and those of gradients only
+    `gradient_dtype`. On one device the audit is empty.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
@@ -216,7 +216,6 @@ _FIXES = {
 
 
 def _explained(alarm: Alarm, names: _Names) -> Violation:
-    """Return the violation for an alarm, with its parameter, line and fix."""
     path, made = alarm.path, list(origins(alarm.path.program, alarm.operand))
     kind = alarm.kind
     moves = (e for e in made if e.primitive.name in SUMS | GATHERS and alarm.axis in names_of(e))

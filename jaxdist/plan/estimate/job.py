@@ -112,8 +112,7 @@ class Job:
     Attributes:
         packed: whether rows are packed; None = as the settings state.
         check: that of cuDNN's kernel; None = assumed to pass.
-        own_moment_bytes: of an optimizer passed from Python, per device; None = that of the
-            settings.
+        own_moment_bytes: per device, of an optimizer passed from Python; None = none was.
     """
 
     config: RunConfig

@@ -1,10 +1,8 @@
 """Memory of one device: the state, plus the phase of the step with the largest need.
 
 A phase lists the arrays that are alive at the same time, as read from the buffer assignments of the
-GPU compiler (`scripts/bench/results/plan_memory.md`).
-
-The CUDA context, NCCL's buffers and CUDA graphs are not counted, as in the compiler: XLA's memory
-fraction leaves a share of the GPU to them.
+GPU compiler (`scripts/bench/results/plan_memory.md`). The CUDA context, NCCL's buffers and CUDA
+graphs are not counted: XLA's memory fraction leaves a share of the GPU to them.
 """
 
 from __future__ import annotations
@@ -193,7 +191,7 @@ def _phases(job: Job) -> dict[str, Parts]:
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
-    waiting = cleared if costs_of(job).reorders_heads() else {}
+    waiting = cleared if _transposed(job) else {}
     # With unrolled layers, compiled programs cast all weights in advance, also transposed for
     # backward, and hold the working memory of two layers at once.
     ahead, beside = {}, {}

@@ -138,9 +138,8 @@ class Budget:
         """Compile the step; if it needs too much memory, try remat policies that save less.
 
         Only remat "auto" is changed, at most twice. `compile_with` compiles the step of a budget
-        and returns its `memory_analysis()`. `agree` decides from the values of all processes, so
-        that all use the same policy. Raises `ConfigError` if the step needs more than the allocator
-        may use.
+        and returns its `memory_analysis()`. `agree` decides from the values of all processes.
+        Raises `ConfigError` if the step needs more than the allocator may use.
         """
         budget = self
         for tries in range(_MAX_RETRIES + 1):

@@ -106,10 +106,6 @@ class ModelCosts:
         """Return the bytes by which fp8 products reduce the residuals of one layer."""
         return 0.0
 
-    def reorders_heads(self) -> bool:
-        """Return True if queries, keys and values are saved before the all-to-all of heads."""
-        return False
-
     def transposed_per_layer(self) -> int:
         """Return the bytes of a layer's residuals that backward first copies to another layout."""
         return 0
@@ -378,17 +374,13 @@ class DecoderCosts(ModelCosts):
         rounded = 2 * self.d_model + self.hidden
         return self.job.tokens * ((self.job.compute_bytes - 1) * rounded - self.queries)
 
-    def reorders_heads(self) -> bool:
-        """Return True if queries, keys and values are saved before the all-to-all of heads."""
-        exchange, remat = self.job.plan.exchange, self.job.remat
-        if exchange is None or exchange.inner == 1 or remat == "none":
-            return False
-        return self.job.keeps("qkv")
-
     def transposed_per_layer(self) -> int:
-        """Return bytes of saved queries, keys, values that backward transposes; 0 without any."""
-        elements = self.job.tokens * (self.queries + 2 * self.keys)
-        return self.job.compute_bytes * elements * self.reorders_heads() * self.shape.layers
+        """Return the bytes of queries, keys, values saved before an all-to-all of heads; else 0."""
+        job, exchange = self.job, self.job.plan.exchange
+        if exchange is None or exchange.inner == 1 or job.remat == "none" or not job.keeps("qkv"):
+            return 0
+        elements = job.tokens * (self.queries + 2 * self.keys)
+        return job.compute_bytes * elements * self.shape.layers
 
     def working(self) -> float:
         """Return the bytes alive during one layer's backward, including recomputation."""

@@ -1,9 +1,8 @@
 """Costs and structure of a model, read from the trace of its own functions.
 
 The block, the head and the loss are traced with shapes only. FLOPs are those of matrix products and
-convolutions. Saved bytes are the residuals of `jax.vjp` that grow with the number of rows. They are
-an upper bound, because compilers fuse some away. For models that `decoder_of` recognizes,
-`model_costs` has more precise formulas.
+convolutions. Saved bytes are the residuals of `jax.vjp` that grow with the number of rows: an upper
+bound, because compilers fuse some away. For decoders, `model_costs` has more precise formulas.
 """
 
 from __future__ import annotations

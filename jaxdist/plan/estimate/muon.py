@@ -15,8 +15,7 @@ from jaxdist.plan.estimate.job import WIDE, Job
 class MatrixShare:
     """Matrices of one stack that a device orthogonalizes, including padding.
 
-    `axes` are the mesh axes that shard the matrices. `is_padded`: the number of matrices is not a
-    multiple of the number of devices.
+    `axes` are the mesh axes that shard them; `is_padded`: their number is not a multiple of theirs.
     """
 
     matrices: int

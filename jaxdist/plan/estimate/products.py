@@ -43,8 +43,7 @@ PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 are then within 12 %. T4 and B
 
 _RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85, "float4": 0.5}
 """Energy per operation in other formats, relative to 16 bits. TF32 has half the rate at the same
-power. 8 bits assume that an H100 reaches at most 0.66 of its 1,979 TFLOP/s. 4 bits are
-unmeasured."""
+power. 8 bits assume that an H100 reaches at most 0.66 of its peak. 4 bits are unmeasured."""
 
 _STATIC = 0.12
 """Share of the power limit that does not depend on the clock: leakage, memory, links."""

@@ -38,15 +38,14 @@ WRONG_OFFLOAD = ("0.10.2", "0.11.0")
 and the programs in `scripts/bench/results/offload.md`."""
 
 TOLERANCE = 0.05
-"""Relative error of the memory estimate."""
+"""Assumed relative error of the memory estimate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematChoice:
     """The policy that "auto" resolves to, and the estimated cost of each policy.
 
-    `limit_bytes` is rounded to GiB, so that all hosts agree. `rejected` policies did not fit once
-    compiled.
+    `limit_bytes` is rounded down to GiB, so that all hosts agree. `rejected` did not fit, compiled.
     """
 
     job: Job

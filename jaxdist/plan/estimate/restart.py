@@ -55,8 +55,7 @@ _HANG_SHARE = 49 / 419
 _HANG_STEPS, _UNWATCHED_S = 3, 1800.0
 """Steps after which a step counts as hung (the watchdog's factor); seconds without a watchdog."""
 _NEW_HOST_S = 120.0
-"""Seconds until another host replaces a failed one: an assumption. HyperPod states less than two
-minutes."""
+"""Assumed seconds until another host replaces a failed one. HyperPod states less than 2 minutes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,10 +100,9 @@ CONTEXT_FROM = 16_384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Best candidate of each legal mesh: those that fit, by speed; then the others, by memory.
+    """Best candidate of each legal mesh: those that fit, by `_rank`; then the others, by memory.
 
-    Speed counts less the more complex a mesh is (`_COMPLEXITY_COST`). `refused` maps each illegal
-    mesh to the first rule that it violates.
+    `refused` maps each illegal mesh to the first rule that it violates.
     """
 
     choices: tuple[Candidate, ...]
@@ -263,8 +262,7 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
 def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, MemoryEstimate]:
     """Return the job with the first microbatch count that fits, else with that of least memory.
 
-    More microbatches are slower. They need less memory from the second count on; two may need more
-    than one, because gradients are accumulated.
+    More microbatches are slower, and need less memory from the second count on.
     """
     tried: dict[int, tuple[Job, MemoryEstimate]] = {}
 

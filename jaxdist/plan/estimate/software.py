@@ -53,7 +53,7 @@ class Software:
 
 
 OURS = Software(
-    products=0.85,  # 0.70 of an H100's peak with the power limit; our compiled step is unmeasured
+    products=0.85,  # 0.70 of an H100's peak with the power limit
     # cuDNN on an H100: 600 forward and 530 backward of 989, minus a tenth for diagonal tiles.
     # Blackwell: 0.55 forward, less backward. T4: a third forward, and half of that backward
     # (assumed). 12.0 is assumed as 8.9. We have measured none of these.
@@ -73,12 +73,10 @@ OURS = Software(
     hidden_in_tensor=0.20,
     hidden_in_groups=0.50,
 )
-"""Our step as XLA compiles it: unmeasured on GPUs; does not include waiting for slower GPUs."""
-
+"""Our step as XLA compiles it, not fitted to `time.MEASURED`; without waiting for slower GPUs."""
 
 ATTENTION_HALF = 250
-"""Keys per query at which attention reaches half of its peak rate: 0.6 to 0.7 of it at 512 keys,
-0.9 at 2,048 (Shah et al.)."""
+"""Keys per query for half of attention's peak rate: 0.6-0.7 at 512, 0.9 at 2,048 (Shah et al.)."""
 
 
 def attention_share(software: Software, capability: str, keys: float, head_dim: int) -> float:

@@ -121,10 +121,9 @@ def estimate_time(job: Job) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """FLOP/s and bytes/s that one device achieves.
+    """FLOP/s and bytes/s of one device.
 
-    `forward` and `backward` apply to layers in `precision.matmul_dtype`; recomputation counts as
-    backward.
+    Those of `forward` and `backward` (with recomputation) are for `precision.matmul_dtype`.
     """
 
     software: Software

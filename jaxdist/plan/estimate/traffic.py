@@ -131,8 +131,7 @@ def _matrices(job: Job) -> Iterator[Moved]:
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
     """Yield (weights, mesh axes over which their gradients are reduced besides fsdp's and ZeRO's).
 
-    `sharded`: the weights that fsdp and ZeRO shard, else the others. The axes split other weights:
-    e.g. stages, for weights outside the layers.
+    `sharded`: the weights that fsdp and ZeRO shard, else the others.
     """
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.trained:
@@ -256,10 +255,9 @@ messages and for trees: the constants of NCCL (src/graph/tuning.cc)."""
 
 
 def _start_seconds(kind: Kind, group: int, nodes: int) -> float:
-    """Return the latency of a collective in seconds.
+    """Return the latency of a collective in seconds: of a ring for a gather or reduce-scatter.
 
-    A gather or reduce-scatter: a ring (NVIDIA/nccl#1473). An all-reduce: twice the lower of a ring
-    and a tree. Others: one hop.
+    Source: NVIDIA/nccl#1473. An all-reduce: twice the lower of a ring and a tree. Others: one hop.
     """
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         ring = (group - nodes) * _RING_HOP_S + (nodes - 1) * _RING_NODE_HOP_S
