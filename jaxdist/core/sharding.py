@@ -69,8 +69,6 @@ class MeshConfig:
                 "shrink. Give each axis its size with all devices, e.g. "
                 "--mesh dp=8."
             )
-        if self.shape == "auto":
-            return problems
         try:
             _ = self.spec
         except ConfigError as error:

@@ -64,7 +64,7 @@ BATCH_STATISTICS = "batch_statistics"
 without trained leaves, equal on all devices that split rows."""
 
 LAYER_SUM = "layer/"
-"""Start of the names of sums [num_layers, ...], with which the step measures each layer."""
+"""Start of the names of sums with an element for each layer, float32 [num_layers, ...]."""
 
 TRAINED = ("loss", "aux_loss")
 """Names of the sums that training differentiates."""
@@ -382,9 +382,9 @@ class Model:
         increments: (sums of layers of the step, [num_layers, ...]) -> tree of the increments of the
             parameters with update="increment", [num_layers, ...]; None if there are none.
         step_sums: names of sums of layers (`LAYER_SUM`) of which the blocks read the total of the
-            step. If it has several microbatches, a forward pass before the differentiated one
-            computes the totals, and `batch[name]` has them, float32 [batch, num_layers, ...].
-            Otherwise the batch lacks them: the only microbatch has all terms.
+            step. With several microbatches or pipeline stages, an earlier forward pass computes the
+            totals, and `batch[name]` has them, float32 [batch, num_layers, ...]. Otherwise the
+            batch lacks them: the only microbatch has all terms.
         num_layers: size of the stacked dim; 0 when there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` by convention: "causal" counts half of S² attention, "full" all of it.

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxdist.core import collectives
 from jaxdist.core.softcap import slope_at, soft_cap
-from jaxdist.core.types import Array
+from jaxdist.core.types import Array, AttentionMask
 
 Q: TypeAlias = Float[Array, "batch queries heads head_dim"]
 """Queries, outputs of attention and their gradients; only this device's heads."""
@@ -323,15 +323,7 @@ class _Cut(NamedTuple):
 
     def allowed(self, queries: Span, keys: Span) -> Array:
         """Return the mask of a pair of blocks, bool [batch or 1, 1, 1, block, block]."""
-        mine, others = queries.positions[:, :, None], keys.positions[:, None, :]
-        allowed = others >= 0
-        if self.rule.causal:
-            allowed &= mine >= others
-        if self.rule.window:
-            allowed &= mine - others < self.rule.window
-        if queries.segments is not None and keys.segments is not None:
-            allowed &= queries.segments[:, :, None] == keys.segments[:, None, :]
-        return allowed[:, None, None]
+        return visible_pairs(queries, keys, self.rule)[:, None, None]
 
     def of_queries(self, x: Array) -> Array:
         """[batch, queries, heads, ...] -> [blocks, batch, kv_heads, group, block, ...]."""
@@ -353,6 +345,29 @@ class _Cut(NamedTuple):
         """[blocks, batch, kv_heads, block, ...] -> [batch, keys, kv_heads, ...]."""
         x = jnp.moveaxis(x, (0, 2, 3), (1, 3, 2))
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.lengths[1]]
+
+
+def visible_pairs(queries: Span, keys: Span, rule: Rule) -> Bool[Array, "batch_or_1 queries keys"]:
+    """Return True for pairs of a query and a key that it sees."""
+    mine, others = queries.positions[:, :, None], keys.positions[:, None, :]
+    allowed = jnp.broadcast_to(others >= 0, jnp.broadcast_shapes(mine.shape, others.shape))
+    if rule.causal:
+        allowed &= mine >= others
+    if rule.window:
+        allowed &= mine - others < rule.window
+    if queries.segments is not None and keys.segments is not None:
+        allowed &= queries.segments[:, :, None] == keys.segments[:, None, :]
+    return allowed
+
+
+def visible_in_layer(
+    mask: AttentionMask, queries: Span, keys: Span
+) -> Bool[Array, "batch_or_1 queries keys"]:
+    """Return `visible_pairs` for a mask whose window may depend on the layer."""
+    allowed = visible_pairs(queries, keys, Rule(mask.causal, mask.sliding_window))
+    if mask.full_every:
+        allowed |= mask.has_no_window & visible_pairs(queries, keys, Rule(mask.causal))
+    return allowed
 
 
 def _blocks(x: Array, longest: int, fill: int = 0) -> Array:

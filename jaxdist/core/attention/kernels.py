@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from jaxdist.core.attention import blockwise, cudnn, tiled
-from jaxdist.core.attention.blockwise import KV, Q, Sink
+from jaxdist.core.attention.blockwise import KV, Q, Sink, Span
 from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -230,16 +230,9 @@ def visible(
     mask: AttentionMask, queries: int, keys: int
 ) -> Bool[Array, "batch_or_1 1 {queries} {keys}"]:
     """Return the mask of a dense kernel, equal for all heads; True = attend."""
-    position = jnp.arange(keys)
-    query = jnp.arange(queries)[None] if mask.query_positions is None else mask.query_positions
-    behind = query[..., None] - position  # [batch or 1, queries, keys]
-    allowed = behind >= 0 if mask.causal else jnp.ones_like(behind, bool)
-    if mask.sliding_window:
-        near = behind < mask.sliding_window
-        allowed &= near | mask.has_no_window if mask.full_every else near
-    if mask.segments is not None:
-        allowed &= mask.segments[:, :, None] == mask.segments[:, None, :]
-    return allowed[:, None]
+    position = jnp.arange(queries)[None] if mask.query_positions is None else mask.query_positions
+    spans = Span(position, mask.segments), Span(jnp.arange(keys)[None], mask.segments)
+    return blockwise.visible_in_layer(mask, *spans)[:, None]
 
 
 def _attend(
@@ -261,10 +254,9 @@ def _attend(
     if kernel == "tiled":
         return tiled.attend(query, key, value, mask.segments, rule, sink)
     if kernel == "blockwise":
-        keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
-        queries = keys
+        keys = queries = Span(jnp.arange(key.shape[1])[None], mask.segments)
         if mask.query_positions is not None:
-            queries = blockwise.Span(mask.query_positions)
+            queries = Span(mask.query_positions)
         return blockwise.attend(query, key, value, queries, keys, rule, sink)
     if mask.query_positions is not None:
         allowed = visible(mask, query.shape[1], key.shape[1])

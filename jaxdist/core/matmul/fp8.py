@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Float32, Shaped
 
 from jaxdist.core import collectives, types
-from jaxdist.core.axis import axes_of, dim_of
+from jaxdist.core.axis import axes_of
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.types import Array
 
@@ -258,10 +258,8 @@ def gather(shards: Any, rounded: Any, specs: Any, dtypes: Any, *, reduce_dtype: 
     def leaf(spec: P, w: Any, near: Any, dtype: Any) -> Any:
         if not near:
             return fsdp.gather(w, spec, dtype, reduce_dtype=reduce_dtype)
-        axes = axes_of(spec)
-        dim = dim_of(spec, axes[0]) if axes else 0
-        assert dim is not None
-        both = gather_rounded((axes, dim, dtype, reduce_dtype), w, *near)
+        how = axes_of(spec), fsdp.gathered_dim(spec), dtype, reduce_dtype
+        both = gather_rounded(how, w, *near)
         weight, weight8 = (checkpoint_name(x, fsdp.GATHERED) for x in both)
         return RoundedWeight(weight, (weight8, near[1]))
 
@@ -291,10 +289,7 @@ def _gather_backward(
     how: _How, _: None, gradients: tuple[_Weight, Any]
 ) -> tuple[Float32[Array, "*shard"], None, None]:
     axes, dim, _, reduce_dtype = how
-    gradient = gradients[0]
-    if axes:
-        gradient = collectives.reduce_scatter(gradient.astype(reduce_dtype), axes, dim)
-    return gradient.astype(jnp.float32), None, None
+    return fsdp.shard_of_sum(gradients[0], axes, dim, reduce_dtype), None, None
 
 
 gather_rounded.defvjp(lambda *inputs: (gather_rounded(*inputs), None), _gather_backward)

@@ -30,7 +30,7 @@ def by_name() -> dict[str, Axis]:
 
 
 def joining_fsdp(zero: int) -> tuple[str, ...]:
-    """Return the axes that shard weights together with fsdp at a ZeRO stage, in shard order."""
+    """Return the axes that shard arrays together with fsdp, in shard order; `zero` 0 = no ZeRO."""
     first = tuple(axis.name for axis in AXES if axis.joins_fsdp)
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
     return (*first, *(name for name in others if name not in first))

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.axis import Axis, axes_of, dim_of
+from jaxdist.core.axis import Axis, axes_of
 from jaxdist.core.types import Array, Params
 from jaxdist.core.weights import is_gather
 
@@ -73,17 +73,7 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
     This is the backward pass of `gather` for accumulated gradients. Sums are in `reduce_dtype`.
     Leaves that no axis shards are returned unchanged.
     """
-
-    def leaf(spec: P, grad: Array) -> Array:
-        """Return this device's shard [*dims] of the summed gradient."""
-        axes = axes_of(spec)
-        if not axes:
-            return grad
-        dim = dim_of(spec, axes[0])
-        assert dim is not None
-        total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
-        return total.astype(grad.dtype)
-
+    leaf = lambda spec, grad: shard_of_sum(grad, axes_of(spec), gathered_dim(spec), reduce_dtype)
     return jax.tree.map(leaf, specs, grads)
 
 
@@ -97,9 +87,21 @@ def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
     axes = axes_of(spec)
     if not axes and w.dtype == dtype:
         return w
-    dim = dim_of(spec, axes[0]) if axes else 0
-    assert dim is not None and (not axes or dim_of(spec, axes[-1]) == dim)
-    return checkpoint_name(gather_weight(w, axes, dim, dtype, reduce_dtype), GATHERED)
+    weight = gather_weight(w, axes, gathered_dim(spec), dtype, reduce_dtype)
+    return checkpoint_name(weight, GATHERED)
+
+
+def gathered_dim(spec: P) -> int:
+    """Return the only dim that a spec splits; 0 if it splits none."""
+    (dim,) = [i for i, entry in enumerate(spec) if entry is not None] or [0]
+    return dim
+
+
+def shard_of_sum(grad: Array, axes: tuple[str, ...], dim: int, reduce_dtype: Any) -> Array:
+    """Reduce-scatter [..., n · d, ...] in `reduce_dtype` to a float32 shard [..., d, ...]."""
+    if axes:
+        grad = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
+    return grad.astype("float32")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -114,11 +116,8 @@ def gather_weight(
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
-    """Reduce-scatter [..., n · d, ...] in `reduce_dtype` to a float32 shard [..., d, ...]."""
-    if not axes:
-        return (grad.astype("float32"),)
-    total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
-    return (total.astype("float32"),)
+    """Return the gradient of the shard [..., d, ...] from that of the weight [..., n · d, ...]."""
+    return (shard_of_sum(grad, axes, dim, reduce_dtype),)
 
 
 gather_weight.defvjp(lambda *inputs: (gather_weight(*inputs), None), _gather_backward)

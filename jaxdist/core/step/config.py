@@ -32,8 +32,8 @@ class TrainConfig:
         "rows of a step that change during the run, as STEP:ROWS: the size after this many steps, "
         "or TOKENStokens:ROWS, e.g. 0:64,1000:128,2e9tokens:256. It begins at 0 and ends with "
         "train.global_batch_size, the largest. The learning rate remains a function of the step; "
-        "with optim.lr_scaling its factor follows the rows of the step. Smaller batches have "
-        "fewer microbatches, not smaller ones",
+        "with optim.lr_scaling its factor follows the rows of the step. Smaller batches have as "
+        "few microbatches as leave them no larger",
     )
     seq_schedule: list[str] = setting(
         [],

@@ -1,7 +1,7 @@
 """Statistics of every layer, computed inside the train step.
 
 Norms come from the arrays of the update. Activations and logits of attention come from a forward
-pass of their own, without dropout, which runs only at the interval.
+pass without dropout at the interval; in other steps they are 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import Float
 
 from jaxdist.core import collectives
-from jaxdist.core.attention.blockwise import KV, Q, Span
+from jaxdist.core.attention.blockwise import KV, Q, Span, visible_in_layer
 from jaxdist.core.attention.context_parallel import gather_keys, gathered_spans
 from jaxdist.core.collective_order import after
 from jaxdist.core.parallel.context import CONTEXT
@@ -151,13 +151,7 @@ def largest_logits(query: Q, key: KV, mask: AttentionMask) -> Float[Array, " bat
         logits = jnp.einsum(
             "bqhgd,bkhd->bhgqk", cut(grouped), key, preferred_element_type=jnp.float32
         )
-        behind = cut(queries.positions)[:, :, None] - keys.positions[:, None, :]
-        seen = behind >= 0 if mask.causal else behind == behind
-        if mask.sliding_window:
-            near = behind < mask.sliding_window
-            seen &= near | mask.has_no_window if mask.full_every else near
-        if queries.segments is not None and keys.segments is not None:
-            seen &= cut(queries.segments)[:, :, None] == keys.segments[:, None, :]
+        seen = visible_in_layer(mask, jax.tree.map(cut, queries), keys)
         return jnp.max(jnp.where(seen[:, None, None], logits, -jnp.inf), axis=(1, 2, 3, 4))
 
     largest = jnp.max(lax.map(part, jnp.arange(parts)), axis=0) / math.sqrt(head_dim)

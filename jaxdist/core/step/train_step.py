@@ -81,8 +81,7 @@ class Reports(NamedTuple):
     """Metrics of a step beyond loss and gradient norm.
 
     Attributes:
-        layer_statistics_steps: interval at which the metrics have `layer_statistics`
-            (`step/layer_statistics.py`); 0 = never.
+        layer_statistics_steps: interval at which `layer_statistics` are complete; 0 = no metric.
         num_row_losses: rows of a batch if the metrics have `ROW_SUMS`, else 0.
     """
 

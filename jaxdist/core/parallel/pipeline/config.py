@@ -96,6 +96,7 @@ def describe(schedule: Schedule, rows: int, split: LayerSplit) -> str:
     layers += f" of {min(split.depths)} to {split.slots} layers" if split.is_padded else ""
     return (
         f"pipeline: {schedule.name}, {schedule.num_stages} stages{layers}, {m} microbatches of "
-        f"{rows // m} rows, bubble {percent(report.bubble)}, at most {max(report.peak_stash)} "
-        f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
+        f"{rows // m} rows, bubble {percent(report.bubble)}, activations of at most "
+        f"{max(report.peak_stash)} forwards saved, "
+        f"{report.forward_permutes}+{report.backward_permutes} permutes"
     )
