@@ -83,7 +83,9 @@ def train(
     """
     config, values = _begin(config, settings)
     make_model, rows = _objects(model, data, values)
-    run_config = _read("jaxdist.train", config, values)
+    base = config if isinstance(config, RunConfig) else None
+    flags = [] if base else _file_flags(config)
+    run_config = read_run(flags, command="jaxdist.train", base=base, values=values)
     if run_config.replay:
         raise ConfigError("replay does not train. Use python -m jaxdist.train --replay RUN:STEP.")
     _check_objective(objective)
@@ -239,12 +241,6 @@ def _file_flags(config: Config) -> list[str]:
         return []
     check_type("config", config, isinstance(config, str | os.PathLike), "a TOML file or a table")
     return ["--config", os.fspath(config)]  # type: ignore[arg-type]
-
-
-def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
-    if isinstance(config, RunConfig):
-        return read_run([], command=command, base=config, values=values)
-    return read_run(_file_flags(config), command=command, values=values)
 
 
 def _objects(

@@ -80,10 +80,9 @@ class Run:
         return html_summary(read_run(str(self.path), str(self.path)))
 
     def plot(self, *, x: Literal["step", "tokens"] = "step", log_y: bool = False) -> Any:
-        """Return a matplotlib figure with the curves of the run; this needs matplotlib.
+        """Return a matplotlib figure with the curves of the run; None without finite values.
 
-        `log_y` draws losses, gradient norm and learning rate on logarithmic axes. The result is
-        None if nothing finite was recorded.
+        `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
         """
         from jaxdist.tools.report.page import draw_curves
 

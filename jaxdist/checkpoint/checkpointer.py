@@ -91,7 +91,11 @@ class Checkpointer:
         if not read_only:
             self._group.decide(self._open)
             if config.local_dir:
-                self._local = self._open_local()
+                try:
+                    self._local = LocalTier(self.directory, config, self._events)
+                except BaseException:
+                    self.close()  # releases the lock
+                    raise
             if not is_held:
                 self.commit()
 
@@ -192,10 +196,7 @@ class Checkpointer:
         return self._events.pop()
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints in increasing order.
-
-        Corrupt checkpoints are included, superseded ones are not.
-        """
+        """Return the steps of all checkpoints, in order: corrupt ones too, superseded ones not."""
         return self._reader.steps()
 
     def choose(self, target: Callable[[], Any] | None = None) -> int | None:
@@ -358,13 +359,6 @@ class Checkpointer:
         started, self._preflight = self._preflight, None
         if started is not None:
             started.result()
-
-    def _open_local(self) -> LocalTier:
-        try:
-            return LocalTier(self.directory, self.config, self._events)
-        except BaseException:
-            self.close()  # releases the lock
-            raise
 
     def _choose_locally(self, target: Any, at_least: int) -> int | None:
         step = None

@@ -25,10 +25,7 @@ from jaxdist.core.types import Array
 
 
 def checksums(arrays: Sequence[Array]) -> list[int]:
-    """Return the checksum, below 2³², of each global array [...], the same on every process.
-
-    It takes one pass over device memory. Of PRNG keys, pass the key data.
-    """
+    """Return the checksum, below 2³², of each global array [...], the same on every process."""
     return start_checksums(arrays)()
 
 
@@ -219,10 +216,7 @@ def _sum_of_slabs(part: Array, start: Sequence[Array | int], shape: Sequence[int
 def _merged(
     part: Array, start: Sequence[Array | int], shape: Sequence[int]
 ) -> tuple[Array, list[Array | int], list[int]]:
-    """Merge each complete dim of a part [...] into the dim before it; keep flat positions.
-
-    Returns the reshaped part, and its `start` and the `shape` of its array in the merged dims.
-    """
+    """Return part [...], start and shape with each complete dim merged into the dim before it."""
     lengths, begins, sizes = [part.shape[0]], [start[0]], [shape[0]]
     for length, begin, size in zip(part.shape[1:], start[1:], shape[1:], strict=True):
         if length == size:

@@ -62,7 +62,8 @@ class CheckpointConfig:
     )
     local_interval_steps: int = setting(
         0,
-        "steps between saves to local_dir, in addition to one every 5 minutes; 0 = only those",
+        "steps between saves to local_dir, which also follow 5 minutes after the last one; 0 = "
+        "only these",
         ge=0,
     )
     neighbours: int = setting(

@@ -125,10 +125,7 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return an error per leaf that the checkpoint lacks, has in another shape, or has in excess.
-
-    Leaves in excess below a name in `ignore` are no error.
-    """
+    """Return an error per missing, differing or (unless below a name in `ignore`) extra leaf."""
     lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:

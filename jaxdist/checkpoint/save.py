@@ -95,10 +95,7 @@ class Saver:
         halfway: bool = False,
         moments: MomentFiles | None = None,
     ) -> None:
-        """Wait for the previous save; start one unless `step` is saved; wait for the host copy.
-
-        Arguments are those of `Checkpointer.save`.
-        """
+        """Wait for the previous save; start one unless `step` is saved; wait for the host copy."""
         leaves = pytree.leaves_of(state)
         # Copy `meta`, and raise here, once, if it is not JSON.
         meta = json.loads(json.dumps(meta))
@@ -388,10 +385,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _prompt_thread_switches() -> Iterator[None]:
-    """In this block, let Python switch threads every 0.1 ms instead of 5 ms.
-
-    Training waits while Orbax starts its threads.
-    """
+    """In this block, switch threads every 0.1 ms, not 5 ms: training waits for Orbax's threads."""
     default = sys.getswitchinterval()
     sys.setswitchinterval(0.0001)
     try:

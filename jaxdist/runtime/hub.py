@@ -104,10 +104,7 @@ def read_card(name: str) -> dict[str, Any]:
 
 
 def list_files(name: str) -> dict[str, tuple[int, str]]:
-    """Return path -> (bytes, digest) of all files of a data set, ORG/NAME@COMMIT.
-
-    Offline these are the files in the cache.
-    """
+    """Return path -> (bytes, digest) of a data set's files (offline: those in the cache)."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 

@@ -147,10 +147,7 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return the possible distances along the ring from a host to the one that keeps its copies.
-
-    They are sorted by the number of copies that would stay in their own rack, lowest first.
-    """
+    """Return the possible distances to a copy, those with the fewest copies in one rack first."""
     count = len(hosts)
     # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring
     # size - (count - shift).

@@ -101,7 +101,7 @@ class LocalTier:
     # -- saving ------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """Invalidate saves after `step`, where the run continues; refetch lost copies for peers."""
+        """Invalidate saves after `step`, where the run continues; refetch lost copies of peers."""
         self._resumed_from, self._has_begun = step, False
         self.begin()
         if self._chosen is None or self._chosen.step != step:

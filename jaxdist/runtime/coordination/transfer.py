@@ -25,10 +25,7 @@ _PATH = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)
 
 
 class FileServer:
-    """Serve the files below a directory from background threads, on a free `port`.
-
-    With a loopback `address` only to this host, with any other on all addresses.
-    """
+    """Serve the files below a directory from threads, on a free `port`; see `listen`."""
 
     def __init__(self, root: Location, secret: str, address: str) -> None:
         class Handler(_Handler):

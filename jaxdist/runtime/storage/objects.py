@@ -63,10 +63,7 @@ def canonical(path: str | os.PathLike[str]) -> str:
 
 
 def problem_of(url: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if it can. Raises `OSError` if its bucket is unreachable.
-
-    A bucket that answered once is not checked again.
-    """
+    """Return why a URL cannot be used, or ""; raises `OSError` if its bucket is unreachable."""
     url = canonical(url)
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
