@@ -191,7 +191,9 @@ def test_step_timer_counts_waits_and_excludes_pauses():
 
 def watched(function, **kwargs):
     reports: list[Compilation] = []
-    return CompileTracker(jax.jit(function, **kwargs), reports.append), reports
+    tracker = CompileTracker(jax.jit(function, **kwargs), function.__name__)
+    tracker.report_to(reports.append)
+    return tracker, reports
 
 
 def test_the_first_compilation_is_counted_and_timed():
@@ -261,7 +263,8 @@ def test_other_programs_compiled_meanwhile_do_not_count(in_thread):
             return step(x)
 
     reports: list[Compilation] = []
-    watch = CompileTracker(Busy(), reports.append)
+    watch = CompileTracker(Busy(), "busy")
+    watch.report_to(reports.append)
     # An array on the host is new to jit's call cache, but not to XLA.
     watch(np.ones(4, np.float32) if in_thread else jnp.ones(4))
     assert reports == []
@@ -278,7 +281,7 @@ def test_changed_static_argument_is_reported():
 
 def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     monitor = make_monitor(tmp_path)
-    step = monitor.track_compiles(CompileTracker(jax.jit(lambda x: x + 1), name="train_step"))
+    step = monitor.track_compiles(CompileTracker(jax.jit(lambda x: x + 1), "train_step"))
     step(jnp.ones(4))
     assert events(monitor, "recompile") == []
     step(jnp.ones(5))

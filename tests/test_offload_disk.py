@@ -156,7 +156,7 @@ def test_a_step_compiles_all_programs_before_its_first_call(tmp_path):
     made, _, _ = steps_of("fsdp=2", tmp_path)
     step, state = made["files"]
     batch = place_batch(batch_of("learned"), step.batch_sharding)
-    tracker = CompileTracker(step.train)
+    tracker = CompileTracker(step.train, "train step")
     stats = tracker.compile(state, batch, np.inf).memory_analysis()
     assert stats.argument_size_in_bytes > 0 and tracker.count == 1
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The folder of this host for tokenized corpora, and a lock that serializes work on it."""
+"""The cache folder of this host for prepared data, and a lock that serializes work on it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,6 @@ class Corpus:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Open a folder by its path or URL."""
         self.folder = locate(folder)
         about = _read_about(self.folder)
         self.num_tokens: int = about["num_tokens"]
@@ -212,7 +211,7 @@ def write_shard(file: DataFile, folder: Path, encoder: Encoder) -> None:
 
 
 def corpus_key(files: Sequence[DataFile], encoder: Encoder) -> str:
-    """Return a digest of everything that the tokens of files depend on."""
+    """Return a digest of the files' content and of the rules that determine their tokens."""
     about = [FORMAT, _READING, source_digest(files), *encoder.identity]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 

@@ -48,7 +48,7 @@ class Dataset:
         weights: share of each part in training; empty = in proportion to size.
         stages: mixtures that replace `weights`, if the mixture changes.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
-        identity: JSON of everything that rows depend on; `fingerprint` is its digest.
+        identity: JSON of `Part.fingerprint` of all parts and further facts that select rows.
         rows_per_example: adjacent rows that stay together in every order.
     """
 
@@ -74,7 +74,7 @@ class Dataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that rows depend on."""
+        """Digest of `identity`."""
         return _digest(self.identity)
 
     def fingerprint_at(self, sample: int) -> str:

@@ -52,7 +52,7 @@ class Chunk:
 class TextEncoder:
     """Encode each text as a document, closed by the tokenizer's end token if it has one.
 
-    `identity` is JSON that changes whenever files could be tokenized differently.
+    `identity` is JSON of the tokenizer and the rules that determine the tokens of a file.
     """
 
     weighted = False
@@ -108,7 +108,6 @@ class RecordEncoder:
         template: ChatTemplate | None,
         text_field: str = "text",
     ):
-        """Prepare to encode records of a kind; completions and `text_label` need no template."""
         self.tokenizer, self.template, self.records = tokenizer, template, records
         self._text_field = text_field
         fingerprint = text_field if template is None else template.fingerprint

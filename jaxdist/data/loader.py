@@ -82,8 +82,7 @@ class Loader:
 
         `sharding` is the sharding of rows and, if devices share rows, of positions. `seed` sets the
         order of rows; a user's stream has its own. `add_fields` maps each batch
-        [global_batch_size, ...] to one with more fields. `stages` are those of the run's batch
-        schedule, if it has any.
+        [global_batch_size, ...] to one with more fields. `stages` are those of the train settings.
         """
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
@@ -92,7 +91,6 @@ class Loader:
         self._dataset, self._seed, self._prefetch = dataset, seed, prefetch
         self._sharding, self._num_workers, self._add_fields = sharding, num_workers, add_fields
         self._stages = stages or [BatchStage(0, 0, global_batch_size, 1)]
-        self._fingerprint = dataset.fingerprint
         self._order = None if isinstance(dataset, StreamDataset) else dataset.order(seed)
         fingerprint_at = getattr(dataset, "fingerprint_at", lambda sample: "")
         self.ledger = Ledger(start.ledger, fingerprint_at, self._order)
@@ -173,7 +171,7 @@ class Loader:
             "version": STATE_VERSION,
             "next_sample": self._next_sample,
             "seed": self._seed,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self._dataset.fingerprint,
             "dataset": self._dataset.identity,
         }
         if self.left_out:

@@ -26,7 +26,7 @@ class Part(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of one epoch."""
+        """Number of rows of one epoch; of a streamed part an upper bound of row numbers."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Part(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Digest that changes with any row."""
+        """Digest of the data and rules that determine the rows; of a function's rows, of a few."""
         ...
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:

@@ -12,7 +12,6 @@ class PatternImages:
     """Generated images of noisy stripes, by index; the class is the direction of the stripes."""
 
     def __init__(self, num_rows: int, seed: int):
-        """Describe `num_rows` images, which `seed` determines."""
         self._num_rows, self._seed = num_rows, seed
 
     def __len__(self) -> int:

@@ -38,7 +38,7 @@ class StreamDataset:
         open: (shard_index, num_shards) -> the stream of that shard.
         divides: whether `open` uses its arguments; else every shard is the complete stream.
         vocab_size: one more than the largest token, target or label in the first rows.
-        identity: JSON of everything that the rows depend on.
+        identity: JSON of `fingerprint` and seq_len.
         fingerprint: digest of the first rows.
     """
 

@@ -8,8 +8,8 @@
 | Megatron-LM | .bin and .idx | in the .idx |
 | Hugging Face datasets | folder of save_to_disk with a column input_ids | at row ends |
 
-Files without a stated dtype have uint16 if the vocabulary allows it, else uint32. Rows of Arrow
-that all have one length are blocks: their documents end after each end token. The first use reads
+Files without a stated dtype have uint16 if the vocabulary allows it, else uint32. Arrow rows of one
+length (except the last) are blocks: their documents end after each end token. The first use reads
 all tokens, checks them, and caches an index: a corpus folder whose shards are parts of these files.
 
 References:
@@ -187,8 +187,8 @@ def _index(folder: Path, files: Sequence[Path], source: str, encoder: Encoder) -
             start += shard.num_tokens
     if not is_ended:
         log.warning(
-            "documents of %s do not end with the end token (%s of tokenizer %s), so the model "
-            "does not learn where they end. Check data.tokenizer and data.eos_token",
+            "not all documents of %s end with the end token (%s of tokenizer %s), so a model does "
+            "not learn where these end. Check data.tokenizer and data.eos_token",
             source, tokenizer.end_id, tokenizer.name,
         )  # fmt: skip
     all_ends = np.unique(np.append(np.concatenate(ends), num_tokens))

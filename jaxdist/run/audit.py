@@ -36,8 +36,8 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 TOLERANCE = 1e-4
-"""Allowed difference of a gradient, relative to its peak. Another summation order causes up to
-1e-5, a missing or doubled sum 1e-1."""
+"""Allowed difference of a value, relative to its peak. Another summation order causes up to 1e-5,
+a missing or doubled sum 1e-1."""
 
 _FLOOR = 1e-2
 """Minimum peak to divide by, relative to the largest peak: tiny gradients are only rounding."""

@@ -92,7 +92,6 @@ def _count_bytes(sizes: jax.Array, targets: jax.Array, weights: jax.Array) -> ja
 
 
 def _means(sums: dict[str, float], unit: str, name: str) -> dict[str, float]:
-    """Return the metrics of the evaluation set `name` from the sums over its rows."""
     weight, num_bytes = sums.pop("weight"), sums.pop("bytes", 0.0)
     if not weight:
         raise NoLabels(

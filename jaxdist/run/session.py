@@ -116,7 +116,7 @@ class Session:
             if self.config.eval.patience and self.eval_data is None:
                 log.warning("eval.patience has no effect: there are no held-out rows")
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
-            self.train_step = CompileTracker(parts.step.train, name="train step")
+            self.train_step = CompileTracker(parts.step.train, "train step")
             self.stage = parts
             if budget is not None and "memory" not in self.config.override:
                 self._compile_to_fit(budget)
@@ -239,7 +239,7 @@ class Session:
         text = f"batches of {shape} from step {self.step + 1} on"
         self.monitor.event("batch_stage", step=self.step, message=text)
         if id(stage) not in self._train_steps:
-            step = CompileTracker(stage.step.train, name=f"train step for {shape}")
+            step = CompileTracker(stage.step.train, f"train step for {shape}")
             self._train_steps[id(stage)] = self.monitor.track_compiles(step)
         self.train_step = self._train_steps[id(stage)]
         if self._compiled and not self.train_step.count:
@@ -471,7 +471,7 @@ class Session:
         def compile_with(budget: Budget) -> Any:
             if budget is not self.budget:
                 self.budget, self.parts = budget, self.parts.within(budget)
-                self.train_step = CompileTracker(self.parts.step.train, name="train step")
+                self.train_step = CompileTracker(self.parts.step.train, "train step")
                 self.stage = self.parts
             batch = self.parts.abstract_batch(self.train_data.fields)
             return self._compile(self.parts.step_state(), batch, math.inf)

@@ -153,7 +153,9 @@ class _RunModel:
         """Prepare a run for the harness without compiling; `params` are in model order."""
         super().__init__()
         if parts.model.decoding is None:
-            raise ConfigError(f"model {parts.model.name!r} has no tokens. Name a decoder's run.")
+            raise ConfigError(
+                f"model {parts.model.name!r} does not generate text. Name a decoder's run."
+            )
         data = parts.config.data
         self._parts, self._on_batch = parts, on_batch
         self._params: Any = params

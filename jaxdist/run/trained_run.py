@@ -75,8 +75,8 @@ class TrainedRun:
         if chosen not in steps:
             existing = ", ".join(map(str, steps))
             raise ConfigError(
-                f"run {self.path} has no valid checkpoint{'' if step is None else f' {step}'}. It "
-                f"has {existing}: name another of these, or omit --step for the newest valid one."
+                f"run {self.path} has no checkpoint {chosen}. It has {existing}: name one of "
+                "these, or omit --step for the newest valid one."
             )
         own = self.parts.config
         if step is None and chosen != steps[-1]:  # a damaged checkpoint is newer

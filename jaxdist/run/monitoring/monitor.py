@@ -44,7 +44,7 @@ class Monitor:
     "interrupted" for Ctrl-C. Log records have their colored text as the attribute `styled`.
 
     Args:
-        unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
+        unit: `Parts.unit`, which names the rates (`tokens_per_s`, `images_per_s` ...).
         compute_dtype: dtype of matrix products, for the peak FLOP/s of a known device.
         devices: all devices of the job; `jax.devices()` by default.
         trace_requested: returns whether a trace was requested since the last call.

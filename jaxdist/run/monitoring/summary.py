@@ -52,7 +52,7 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median tokens (or images) per second of the job over the last `window_steps` steps."""
+        """Median tokens (images, examples) per second of the job over `window_steps` steps."""
         return _median(self._rates[-self._window_steps :])
 
     @property
@@ -62,7 +62,7 @@ class Throughput:
 
     @property
     def run_tokens_per_s(self) -> float | None:
-        """Median tokens (or images) per second over all steps of this start."""
+        """Median tokens (images, examples) per second over all steps of this start."""
         return _median(self._rates)
 
     @property
@@ -136,9 +136,8 @@ def _median(values: Sequence[float]) -> float | None:
 class RunSummary:
     """Totals of a run; steps beyond `start_step` in the `earlier` records are lost: not counted.
 
-    `units` counts tokens (or images) trained on, `skipped_steps` the steps whose update was not
-    applied, `warnings` the events of this start at level warning or above. `memory_peak_bytes` is
-    the peak of this process's fullest device in this start; 0 if unknown.
+    `units` are the tokens (images, examples) trained on; `skipped_steps` the steps whose update was
+    not applied; `warnings` and `memory_peak_bytes` (0 = unknown) are of this start and process.
     """
 
     def __init__(self, earlier: Sequence[Record], *, start_step: int, unit: str):

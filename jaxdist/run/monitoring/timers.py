@@ -41,23 +41,18 @@ class CompileTracker:
     array instead of a jax array only grows the cache, and tracing may compile small programs.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        report: Callable[[Compilation], None] | None = None,
-        name: str | None = None,
-    ):
-        """Track `function`; without `report`, store its compilations until `report_to`."""
-        self.name = str(name or getattr(function, "__name__", "function"))
+    def __init__(self, function: Callable[..., Any], name: str):
+        """Track `function`; store its compilations until `report_to`."""
+        self.name = name
         self.count = 0
         self.seconds = 0.0
         self._function: Any = function
         self._unreported: list[Compilation] = []
-        self._report = report or self._unreported.append
+        self._report: Callable[[Compilation], None] = self._unreported.append
         self._signature: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function and return its result; report a compilation."""
+        """Call the function and return its result."""
         before = self._function._cache_size()
         with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
             return self._function(*args, **kwargs)

@@ -5,8 +5,7 @@ waits without holding Python's lock. It ends the process with `os._exit`, becaus
 thread cannot exit by itself. When a limit has passed:
 
     1. each process past its limit keeps writing its heartbeat, and reads all heartbeats twice
-    2. the first live process (process 0, unless it is stuck) logs one line and writes it to
-       `abort.json`
+    2. the first process with new heartbeats logs one line and writes it to `abort.json`
     3. each process that reads that file writes the stacks of its threads and exits with code 86
 
 The launcher writes the same file for a process that was killed. The other hosts then stop within
