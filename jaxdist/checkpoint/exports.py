@@ -27,7 +27,7 @@ _NICENESS = 10  # training comes first
 
 
 class Exports:
-    """The exports of one run; process 0 writes them. `checkpoints` is their directory."""
+    """The exports of one run, by process 0; `checkpoints` is the directory of its checkpoints."""
 
     def __init__(self, checkpoints: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._checkpoints, self._config, self._events = checkpoints, config, events

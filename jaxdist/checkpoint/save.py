@@ -160,7 +160,7 @@ class Saver:
         return saved
 
     def _prepare(self, step: int, num_bytes: int, unreachable: list[str]) -> bool:
-        """On process 0: delete unfinished saves, check preconditions; False if `step` is saved."""
+        """On process 0: clean the directory, check preconditions; False if `step` is saved."""
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
         self._delete_leftovers()

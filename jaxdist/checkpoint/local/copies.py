@@ -147,7 +147,7 @@ def survivable(
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:
-    """Return the possible distances to a copy, those with the fewest copies in one rack first."""
+    """Return the distances to hosts of copies, first those that keep fewest in the own rack."""
     count = len(hosts)
     # A rack of `size` adjacent hosts keeps size - shift of them, and across the end of the ring
     # size - (count - shift).

@@ -224,7 +224,7 @@ class Barrier:
             self._set(self._abort_key)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Return when all processes (by Orbax) called this; raises `GivenUp` or `TimeoutError`."""
+        """Return when all processes have called this, or raise `GivenUp` or `TimeoutError`."""
         here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
         # Process 0 waits for each process and then releases all: 2n requests instead of n².

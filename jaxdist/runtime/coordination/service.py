@@ -23,7 +23,7 @@ def is_joined() -> bool:
 
 
 def process_id_and_count() -> tuple[int, int]:
-    """Return (process id, number of processes): of the job, else by the launcher, else (0, 1)."""
+    """Return (process id, number of processes): joined, else by `jaxdist.launch`, else (0, 1)."""
     state = _state()
     if state is not None:
         return state.process_id, state.num_processes
@@ -53,7 +53,7 @@ def delete(key: str) -> None:
 
 
 def publish(topic: str, value: Any) -> None:
-    """Replace this process's latest value for `topic`; never blocks, ignores errors."""
+    """Replace this process's latest value for `topic`; ignores errors."""
     if is_joined():
         with contextlib.suppress(Exception):
             put(f"{topic}/{process_id_and_count()[0]}", value, overwrite=True)

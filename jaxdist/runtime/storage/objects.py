@@ -213,7 +213,7 @@ class ObjectLocation(Location):
         return sizes
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return relative path -> (bytes, ETag) of each object below; "" -> this object's own."""
+        """Return relative path -> (bytes, ETag, "" if appended) below; "" -> this object's own."""
         tags: dict[str, tuple[int, str]] = {}
         for meta in self._below():
             name, is_part = part_of(meta["path"].removeprefix(self._key).lstrip("/"))
@@ -270,7 +270,7 @@ class ObjectLocation(Location):
             return b"".join(self._get(meta["path"])[0] for meta in self._parts())
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the file in blocks of `BLOCK_BYTES`, one request each."""
+        """Yield the file in blocks of at most `BLOCK_BYTES`, one request each."""
         try:
             size = self._head()["size"]
         except FileNotFoundError:

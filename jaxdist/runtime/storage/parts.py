@@ -67,7 +67,7 @@ def flush_appended(timeout_s: float | None = None, *, ending: bool = False) -> b
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
-    """Return a descriptor of the local file whose content is uploaded to a location."""
+    """Return a descriptor of a local file whose content is appended to a location."""
     if location.path not in _spools:
         _spools[location.path] = _Spool(location, next_part())
     return _spools[location.path].descriptor()
