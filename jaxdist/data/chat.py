@@ -63,7 +63,7 @@ class Weighted(NamedTuple):
 
 
 class BadRecord(ValueError):
-    """Raised for a wrong record; the caller adds file and line to the message."""
+    """Raised for a wrong record; the caller adds its source to the message."""
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
@@ -129,7 +129,7 @@ def _message_of(turn: Any) -> Any:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `BadRecord` for a message with another role, no text or other fields, or no answer."""
+    """Raise `BadRecord` for a wrong role, content or field of a message, or an empty answer."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
@@ -357,7 +357,7 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 
 
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template that `data.chat_template` names: auto, plain, or the path of a file."""
+    """Return the template named by `data.chat_template`: auto, plain, or a file's path or URL."""
     if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):

@@ -450,7 +450,7 @@ def is_token_folder(source: str) -> bool:
 
 
 def about_tokens(source: str) -> dict[str, Any] | None:
-    """Return the metadata of a token folder (see `corpus`); None for other sources."""
+    """Return the metadata of a token folder (see `corpus`); None if it has none that is valid."""
     if is_hub_set(source) or (is_url(source) and (glob.has_magic(source) or url_problem(source))):
         return None
     try:

@@ -49,10 +49,8 @@ _NUM_DOWNLOADS = 4
 class HubFile:
     """A file of a data set on the hub, downloaded when it is opened.
 
-    Attributes:
-        repo: ORG/NAME@COMMIT.
-        tag: digest of its content.
-        part: number of this part of a Parquet or tar file, below `num_parts`.
+    `repo` is ORG/NAME@COMMIT, and `tag` the digest of its content. A Parquet or tar file may be
+    divided into `num_parts`, of which this is number `part`.
     """
 
     repo: str

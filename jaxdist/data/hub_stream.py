@@ -67,12 +67,10 @@ class _LocalFile(HubFile):
 
 
 class StreamedPart:
-    """Rows of a data set whose shards are on disk only while they are needed.
+    """Rows of a data set whose shards are on disk only while they are needed, a `Part`.
 
-    Attributes:
-        counts: training rows of each shard, -1 = not yet tokenized; checkpoints store it.
-        buffer_shards: shards whose rows are shuffled jointly.
-        fields, fingerprint: as in `Part`.
+    `counts` are the training rows of each shard, -1 = not yet tokenized; checkpoints store them.
+    The rows of `buffer_shards` shards are shuffled jointly.
     """
 
     def __init__(

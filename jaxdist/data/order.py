@@ -135,7 +135,7 @@ class _StageOrder(NamedTuple):
         return groups, block * quota[groups] + rank[offset] + before[groups]
 
     def drawn_after(self, num_samples: int) -> list[int]:
-        """Return the examples of each group in earlier stages and `num_samples` of this one."""
+        """Return how many examples of each group `num_samples` of this and earlier stages draw."""
         before = [self.drawn.get(group, 0) for group in self.groups]
         if self.mixture is None:
             return [before[0] + num_samples]

@@ -96,11 +96,9 @@ def text_fields(seq_len: int, packed: bool) -> Fields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus.
+    """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus, below `stop`.
 
-    Attributes:
-        start, stop: range of the corpus for rows, in tokens.
-        documents: whether to mark document boundaries and count positions from them.
+    With `documents`, rows mark document boundaries and count positions from them.
     """
 
     corpus: Corpus

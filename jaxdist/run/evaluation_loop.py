@@ -18,7 +18,7 @@ from jaxdist.settings import ConfigError
 
 
 class NoLabels(ConfigError):
-    """Raised if no evaluated row has a label."""
+    """Raised if no evaluated row of a set has a label."""
 
 
 def evaluate(
@@ -61,7 +61,7 @@ def _sums(
     sizes: Any,
     on_batch: Callable[[], None],
 ) -> dict[str, float]:
-    """Return the sums of `Step.evaluate`, with `sizes` of tokens, float32 [vocab], also "bytes"."""
+    """Return the sums of `Step.evaluate`; also "bytes", if `sizes`, float32 [vocab], are set."""
     sharding = step.batch_sharding
     batches = eval_batches(
         dataset,

@@ -145,7 +145,7 @@ class Parts:
 
     @functools.cached_property
     def moments(self) -> MomentFiles | None:
-        """The files of optimizer moments on a disk, not yet created; None without disk offload."""
+        """The files of optimizer moments on a disk; None without disk offload."""
         if self.config.train.offload != "disk":
             return None
         options = {**self._state_options, "offload": "none"}
@@ -525,7 +525,7 @@ def compare_kernel(parts: Parts, fields: Fields) -> Parts:
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
-    """Return parts and budget (None without one) with kernel and remat policy for these fields."""
+    """Return parts and memory budget, with kernel and remat policy for rows of these fields."""
     parts = compare_kernel(parts, fields)  # first, because the choice of remat "auto" depends on it
     if budget is None:
         return parts, None

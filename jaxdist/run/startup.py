@@ -248,7 +248,7 @@ def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
-    """Raise ConfigError if metrics.jsonl has another data ledger at `step`; collective."""
+    """Raise ConfigError if metrics.jsonl has other data at `step` than `position`; collective."""
     saved = position.ledger[-1].digest
 
     def compare() -> None:  # in process 0

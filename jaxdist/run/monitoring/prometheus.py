@@ -64,7 +64,7 @@ class Prometheus:
         self._thread.start()
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
-        """Store a step's metrics, and the tokens or images (`unit`) so far, for the next scrape."""
+        """Store a step's metrics, and the number of `unit` so far, for the next scrape."""
         numbers = _numbers(record)
         total = numbers.pop(unit, None)
         with self._lock:

@@ -61,7 +61,7 @@ class Tracker(Protocol):
         """Receive numbers of a step: "train/loss", "eval/loss", "speed/tokens_per_s" ..."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Receive the numbers of summary.json. This is the last call of a start."""
+        """Receive the content of summary.json. This is the last call of a start."""
 
 
 class Trackers:

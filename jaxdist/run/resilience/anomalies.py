@@ -96,12 +96,9 @@ class Stopped(FloatingPointError):
 class LossGuard:
     """Checks the loss of every step. All processes read equal losses and make the same decision.
 
-    Anomalies are written to `path`; None on processes that do not write.
-
-    Attributes:
-        skipped: number of consecutive steps whose update was not applied. Steps without labels and
-            steps that lowered the loss scale do not count.
-        skip_kind: exit reason of these steps, "loss_spike" if each was a spike.
+    Anomalies are written to `path`; None on processes that do not write. `skipped` is the number of
+    consecutive steps whose update was not applied; steps without labels and steps that lowered the
+    loss scale do not count. `skip_kind` is their exit reason, "loss_spike" if each was a spike.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):

@@ -48,10 +48,8 @@ class CorruptState(RuntimeError):
 class Mismatch:
     """Replicas that differ.
 
-    Attributes:
-        devices: flat index in the mesh -> names of the arrays in which that device differs from
-            the majority of its replicas. Without a majority, all replicas are listed.
-        certain: there was a majority everywhere.
+    `devices`: flat index in the mesh -> names of the arrays in which that device differs from the
+    majority of its replicas. If there is none for some array, all its replicas, and not `certain`.
     """
 
     step: int
@@ -141,7 +139,7 @@ class SdcCheck:
         self._gather = jax.jit(make(gather, in_specs=own, out_specs=P()))
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
-        """Return the data axes over which a leaf is replicated; () if it cannot be hashed."""
+        """Return the batch axes over which a leaf is replicated; () if it is not hashed."""
         if leaf.sharding.memory_kind == "pinned_host" or not leaf.size:
             return ()
         taken = axes_of(leaf.sharding.spec)
@@ -189,7 +187,7 @@ class SdcCheck:
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the indices of values unlike the majority's, and True; without one all, and False."""
+    """Return the indices of values unlike the majority's, and True; without it all, and False."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return [], True

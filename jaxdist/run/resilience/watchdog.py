@@ -274,7 +274,7 @@ def _heartbeat_file(folder: Location, process: int) -> Location:
 
 
 def write_heartbeat(folder: Location, heartbeat: Heartbeat) -> None:
-    """Replace the file of this process. A full disk is ignored, so that it does not end the run."""
+    """Replace the file of this process; an error, such as a full disk, is ignored."""
     with contextlib.suppress(OSError):
         _heartbeat_file(folder, heartbeat.process).write(
             json.dumps(dataclasses.asdict(heartbeat)), durable=False
