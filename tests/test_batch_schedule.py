@@ -117,12 +117,12 @@ def test_mesh_that_does_not_divide_a_stage_is_rejected():
     assert not config.mesh_problems(MeshSpec.parse("dp=4,tp=2", 8))
     for mesh, words in (
         ("dp=8", []),  # 4 samples are 256 rows of 2 tokens, but step 6 has 4 rows
-        ("cp=2,dp=4", ["cp=2 does not divide", "after step 0"]),
+        ("cp=2,dp=4", ["cp=2 does not divide", "from step 1 on"]),
         ("tp=4,dp=2", ["tp × cp = 4", "not 2"]),
     ):
         text = " ".join(config.mesh_problems(MeshSpec.parse(mesh, 8)))
         assert text and all(word in text for word in words), (mesh, text)
-    assert "after step 5" in " ".join(config.mesh_problems(MeshSpec.parse("dp=8", 8)))
+    assert "from step 6 on" in " ".join(config.mesh_problems(MeshSpec.parse("dp=8", 8)))
     assert config.choose_mesh(8)[0].num_replicas <= 4
 
 
