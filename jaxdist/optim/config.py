@@ -106,7 +106,7 @@ class OptimConfig:
         return {"ema": self.ema_decay} if self.ema_decay else {}
 
     def problems(self) -> list[str]:
-        """Return an error message for each violated rule between values, without bounds."""
+        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
         problems = []
         if not re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling):
             problems.append(

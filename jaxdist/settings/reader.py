@@ -291,7 +291,7 @@ class _Reader:
         self._is_section(one, cls)
 
     def _check_removed(self, one: Input, setting: Removed) -> None:
-        """Accept the value that is now fixed or an item; report any other."""
+        """Report the value of a removed setting unless `Removed` accepts it; collect items."""
         if setting.value is None:
             return
         is_ignored = self.is_stored and not setting.changes_results

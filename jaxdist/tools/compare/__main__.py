@@ -131,7 +131,7 @@ def _rerun_lines(
 def _parts_of(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
 ) -> tuple[Parts, Parts]:
-    """Return both runs' parts on one mesh, by the settings of their checkpoints at `start`."""
+    """Return both runs' parts on one mesh, by their settings at step `start`."""
     stored = [settings_of_run(run.path, start) for run in runs]
     shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)

@@ -78,7 +78,7 @@ def run(config: Config) -> int:
     names = ", ".join(f"{token} = {id}" for token, id in new.items())
     ids = ",".join(map(str, new.values()))
     print(
-        f"{names}; {vocab_size} -> {size} rows: {out}\n"
+        f"{names}; embedding table {vocab_size} -> {size} rows: {out}\n"
         f"next: {shell_python()} -m jaxdist.train --init-from {shlex.quote(str(out))} …\n"
         f"with adapters, also train their rows: --lora.token-ids {ids}"
     )

@@ -220,7 +220,8 @@ class Rendezvous:
     def read_hosts(self) -> dict[int, Host]:
         """Read files; return rank -> host: this host, and all, even lost, whose heartbeat grew.
 
-        Only the leader reads all files; others may return a state `len(hosts) / READS` calls old.
+        The leader and every first call read all files; else a state may be `len(hosts) / READS`
+        calls old.
         """
         read: set[int] = set()
         leader = self.leader()

@@ -21,7 +21,7 @@ from jaxdist.tools.report.runs import ReportedRun
 NOTHING = "-"
 
 _IGNORED = ("name", "run_dir")
-"""Settings that always differ and do not explain different results."""
+"""Settings that identify a run and do not explain different results."""
 
 
 def differences(runs: Sequence[ReportedRun]) -> dict[str, dict[str, Any]]:

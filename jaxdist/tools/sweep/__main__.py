@@ -84,7 +84,7 @@ def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
     if not config.dry_run and code == runtime.EXIT_OK:
         paths = " ".join(shlex.quote(str(trial.path)) for trial in trials)
         report = f"{shell_python()} -m jaxdist.report {paths}"
-        print(f"{len(left)} tasks; when they have ended: {report}")
+        print(f"{len(left)} tasks; to compare the runs when they have ended: {report}")
     return code
 
 
