@@ -51,10 +51,15 @@ def run(
     import jax
 
     from jaxdist.core.types import offloaded_names
-    from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import needs_of
     from jaxdist.run.audit import check_mesh, check_model
-    from jaxdist.run.data_checks import check_data_fits, check_passes, in_examples, with_steps
+    from jaxdist.run.data_checks import (
+        check_data_fits,
+        check_passes,
+        in_examples,
+        open_run_data,
+        with_steps,
+    )
     from jaxdist.run.reference import with_reference
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
@@ -75,16 +80,7 @@ def run(
     # 2. Check everything before the run directory is opened.
     if "operations" not in config.override:
         check_operations()
-    open_data = functools.cache(
-        lambda: open_datasets(
-            config.data,
-            seq_len=config.train.seq_len,
-            seed=config.seed,
-            python_source=program.rows,
-            samples_before=config.train.samples_before,
-            num_labels=config.num_labels,
-        )
-    )
+    open_data = functools.cache(lambda: open_run_data(config, program.rows))
     if config.train.epochs:
         config = with_steps(config, open_data()[0])
     model = program.model(config.train.seq_len) if program.model else None

@@ -195,7 +195,7 @@ def test_steps_are_rerun_with_the_kernel_of_training(tmp_path, monkeypatch, fiel
     kernels = []
     compared = lambda own, fields, _: (dataclasses.replace(own, check=fields), None)
     monkeypatch.setattr(rerun, "decide_step", compared)
-    monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
+    monkeypatch.setattr(rerun, "open_run_data", lambda config: data)
     loader = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader, 0))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Check that data fit the model and the objective of a run; convert epochs to steps."""
+"""Open the data of a run, check that they fit its model and objective, count epochs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ from typing import Any
 from jaxdist.config import RunConfig
 from jaxdist.core.step.shapes import steps_for
 from jaxdist.core.types import rows_per_example
-from jaxdist.data import Dataset, TrainData
+from jaxdist.data import Dataset, TrainData, open_datasets
 from jaxdist.run.setup import Parts
 from jaxdist.settings import ConfigError
+
+
+def open_run_data(config: RunConfig, rows: Any = None) -> tuple[TrainData, Dataset | None]:
+    """Return `data.open_datasets` of a run; `rows` of a Python program replace its source."""
+    return open_datasets(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.seed,
+        python_source=rows,
+        samples_before=config.train.samples_before,
+        num_labels=config.num_labels,
+    )
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:

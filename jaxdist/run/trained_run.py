@@ -16,10 +16,10 @@ from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import Model, Objective, Params
-from jaxdist.data import Dataset, open_datasets
+from jaxdist.data import Dataset
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.packing import Fields
-from jaxdist.run.data_checks import check_data_fits, in_examples
+from jaxdist.run.data_checks import check_data_fits, in_examples, open_run_data
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.reference import with_reference
 from jaxdist.run.run_directory import RunDirectory
@@ -102,10 +102,7 @@ class TrainedRun:
         made = settings_of_tokens(named[0]) if named and is_imported else None
         if made and not locate(data.tokenizer).exists():
             data = dataclasses.replace(data, sources=named, **made[0])
-        _, held_out = open_datasets(
-            data, seq_len=config.train.seq_len, seed=config.seed, python_source=self.rows,
-            samples_before=config.train.samples_before, num_labels=config.num_labels,
-        )  # fmt: skip
+        _, held_out = open_run_data(dataclasses.replace(config, data=data), self.rows)
         if held_out is None:
             raise ConfigError(
                 "the run has no held-out rows (data.eval_fraction=0 and no eval_sources). "

@@ -18,10 +18,10 @@ from jaxdist.config import settings_before
 from jaxdist.core.losses import label_cross_entropy
 from jaxdist.core.step.row_logps import make_row_values
 from jaxdist.core.types import Array, Batch, Context, TokenHead
-from jaxdist.data import Dataset, open_datasets
+from jaxdist.data import Dataset
 from jaxdist.objectives.classification import real_rows
 from jaxdist.run.command_settings import DeviceSettings
-from jaxdist.run.data_checks import in_examples
+from jaxdist.run.data_checks import in_examples, open_run_data
 from jaxdist.run.metrics_log import encode
 from jaxdist.run.reference import with_reference
 from jaxdist.run.replay import read_history, state_before
@@ -83,10 +83,7 @@ def rows_of_step(config: SpikeConfig) -> dict[str, Any]:
         repeats_steps=True,
     )  # fmt: skip
     settings = settings_before(run.path, config.step)
-    opened, _ = open_datasets(
-        settings.data, seq_len=settings.train.seq_len, seed=settings.seed,
-        samples_before=settings.train.samples_before, num_labels=settings.num_labels,
-    )  # fmt: skip
+    opened, _ = open_run_data(settings)
     if not isinstance(opened, Dataset):
         raise ConfigError(
             f"data.sources={settings.data.sources} of {directory.path} is an IterDataset, whose "

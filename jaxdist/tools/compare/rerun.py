@@ -20,7 +20,8 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import make_context, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
 from jaxdist.core.weights import GROUPS
-from jaxdist.data import Loader, open_datasets
+from jaxdist.data import Loader
+from jaxdist.run.data_checks import open_run_data
 from jaxdist.run.replay import History, loss_and_norm, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts, decide_step
@@ -110,11 +111,7 @@ def rerun(
     walks, done = [], []
     with contextlib.ExitStack() as stack:
         for run, own in zip(runs, parts, strict=True):
-            config = own.config
-            data = open_datasets(
-                config.data, seq_len=config.train.seq_len, seed=config.seed,
-                samples_before=config.train.samples_before, num_labels=config.num_labels,
-            )  # fmt: skip
+            data = open_run_data(own.config)
             own = with_teacher(own, data[0].fields)
             own, _ = decide_step(own, data[0].fields, own.budget())  # same program as training
             history = read_history(run)

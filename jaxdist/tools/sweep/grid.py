@@ -99,16 +99,9 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> tuple[list[Trial], tup
         try:
             settings = read_run(arguments, command="jaxdist.train")
             if settings.train.epochs:
-                from jaxdist.data import open_datasets  # imports jax
-                from jaxdist.run.data_checks import with_steps
+                from jaxdist.run.data_checks import open_run_data, with_steps  # imports jax
 
-                seq_len, seed = settings.train.seq_len, settings.seed
-                data, _ = open_datasets(
-                    settings.data, seq_len=seq_len, seed=seed,
-                    samples_before=settings.train.samples_before,
-                    num_labels=settings.num_labels,
-                )  # fmt: skip
-                settings = with_steps(settings, data)
+                settings = with_steps(settings, open_run_data(settings)[0])
         except ConfigError as error:
             for problem in error.problems:
                 by_problem.setdefault(problem, []).append(name)
