@@ -66,8 +66,8 @@ def train(
         schedule: step -> learning rate, instead of that of the settings. It multiplies the updates
             of `optimizer`, which then has a learning rate of 1.
         callbacks: functions as described at `Callback`, called on every process.
-        progress: show steps and evaluations in a bar; None = if process 0 has a terminal or
-            notebook, there.
+        progress: show steps and evaluations in a bar; None = only if this is process 0 on a
+            terminal or in a notebook.
         settings: settings of the run, as short flags (`steps=100`, `mesh="dp=2"`), tables
             (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
 
@@ -154,7 +154,7 @@ def open(
 
     Args:
         path: path of the run, or of one of its checkpoints.
-        step: step of the checkpoint to use; None = the newest valid one.
+        step: step of the checkpoint to use; None = that of `path`, or the newest valid one.
         mesh: devices for the weights, e.g. "tp=2"; "auto" = one device.
         weights: "ema" = moving average, "raw" = as trained, "auto" = the average if the run has
             one.

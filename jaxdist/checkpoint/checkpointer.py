@@ -188,10 +188,10 @@ class Checkpointer:
 
         `save` (step, halfway, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed`
         (step, reason, in_a_row), `save_skipped` and `checkpoint_skipped` (step, reason), `restore`
-        (step, seconds, bytes), `preflight` (seconds), only on process 0 `export` (step, seconds)
-        and `export_failed` (step, reason). Of local saves: `local_save` (step, blocked_s,
-        written_s, bytes of this process), `local_save_failed` (step, reason), `local_save_skipped`
-        (step), `local_save_damaged` (step, process, reason).
+        (step, seconds, bytes; of a local save also tier), `preflight` (seconds), only on process 0
+        `export` (step, seconds) and `export_failed` (step, reason). Of local saves: `local_save`
+        (step, blocked_s, written_s, bytes of this process), `local_save_failed` (step, reason),
+        `local_save_skipped` (step), `local_save_damaged` (step, process, reason).
         """
         return self._events.pop()
 

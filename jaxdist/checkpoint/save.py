@@ -63,6 +63,7 @@ class Saver:
     Attributes:
         resumed_from: step that this run continues from, -1 for none; None after the first save,
             which marks newer checkpoints as superseded.
+        last_committed: whether the last requested save is committed; see `wait`.
         exports: exports of committed checkpoints.
         lock_lost: returns why this process must stop writing, or "" (`DirectoryLock.lost`).
     """

@@ -34,7 +34,7 @@ class Preemption(contextlib.AbstractContextManager["Preemption"]):
 
     Args:
         in_program: a user's program called us: a second Ctrl-C raises `KeyboardInterrupt`. Outside
-            the main thread Python allows no handlers, so only `request` stops the run.
+            the main thread Python allows no handlers, so signals do not stop the run.
 
     Attributes:
         requested: whether `request` was called.

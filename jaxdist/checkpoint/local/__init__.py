@@ -2,7 +2,7 @@
 
 Each process writes the shards of its devices to `checkpoint.local_dir`, and `checkpoint.neighbours`
 other hosts keep a copy. A restart loads the newest save whose sets of shards are all available on
-some host. Saves to the run directory have their own, longer interval.
+some host. Saves to the run directory have their own interval.
 
     <local_dir>/<run>/<generation>/<shards>/<step>/    one set of shards of one save
         00012.0           shard 0 of the state's array 12: its elements in row-major order

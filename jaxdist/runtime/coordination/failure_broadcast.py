@@ -3,9 +3,9 @@
 1. The process can still run code: it puts one line into the key-value store. A thread in each
    other process waits for this line and exits with the same code.
 2. The process was killed (SIGKILL): its launcher kills the others on its host and writes
-   `abort.json` next to the logs. Every watchdog checks for this file each second. Without the
-   launcher, a process whose collective fails puts the line, and the threads of all others answer:
-   the process without an answer is named.
+   `abort.json` next to the logs. Every watchdog checks for this file at each heartbeat. Without
+   the launcher, a process whose collective fails puts the line, and the threads of all others
+   answer: the process without an answer is named.
 3. The host lost power or network: jax's heartbeat times out.
 """
 
