@@ -66,7 +66,7 @@ class JoinPlan:
 def resolve(
     environ: Mapping[str, str], settings: RuntimeConfig | None = None, num_gpus: int = 0
 ) -> JoinPlan:
-    """Return the plan of this process from `environ`; the user's `settings` take precedence.
+    """Return this process's `JoinPlan` from `environ`; the user's `settings` take precedence.
 
     `num_gpus` is the number of GPUs that this process sees, 0 if unknown. It matters only if
     several processes share a host without `CUDA_VISIBLE_DEVICES`.

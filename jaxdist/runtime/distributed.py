@@ -206,7 +206,7 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
-    """Make only this process's MIG slice visible, as CUDA uses only the first; return the plan."""
+    """Make only this process's MIG slice visible, as CUDA uses only the first of several."""
     visible = listed_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
