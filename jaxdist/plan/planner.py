@@ -348,7 +348,7 @@ def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> 
 
 
 USUAL_DAYS = 90.0
-"""Longest run in days to recommend if there is no deadline."""
+"""Longest run in days of an advised size if there is no deadline, unless all take longer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

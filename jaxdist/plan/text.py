@@ -89,7 +89,7 @@ def _verdict(plan: Plan) -> str:
         )
         low, high = time.likely_seconds
         runs = [f"{name} {a:.2f} to {b:.2f} ({n})" for name, (a, b, n) in MEASURED.items()]
-        lines.append(f"likely {low:.3g} to {high:.3g} s")
+        lines.append(f"likely {low:.3g} to {high:.3g} s a step")
         lines += wrap(f"measured / estimated time (runs): {', '.join(runs)}", head="  ")
         lines += _limits(plan)
     return "\n".join(lines)

@@ -89,7 +89,7 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }
-"""Optional keys of one family."""
+"""Keys of one family."""
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, num_key_value_heads=None,
@@ -150,7 +150,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
 
 _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
                  "attn_logit_softcapping")  # fmt: skip
-"""Keys for which null disables the feature; for other keys null means the default."""
+"""Keys for which null disables the feature; others with a default may not be null."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
 MIXED: Mapping[str, int] = {**GEMMAS, "gpt_oss": 2}

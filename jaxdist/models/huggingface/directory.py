@@ -56,7 +56,7 @@ def export_problems(
         problems.append("safetensors are written to a local disk, and run_dir is a URL.")
     if adapted is not None and not (adapted and is_model(adapted)):
         problems.append(f"adapters need a Hugging Face model in init_from, not {adapted!r}.")
-    return [f"checkpoint.export=hf: {problem} Use none." for problem in problems]
+    return [f"checkpoint.export=hf: {problem} Use export=none." for problem in problems]
 
 
 def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> Location:

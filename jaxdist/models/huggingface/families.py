@@ -279,19 +279,15 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     if config.num_experts:
         hf[_NUM_EXPERTS[family]] = config.num_experts
         hf["num_experts_per_tok"] = config.experts_per_token
+        if family in ("dots1", "qwen2_moe", "qwen3_moe"):
+            hf["moe_intermediate_size"] = config.mlp_dim
+            hf["intermediate_size"] = config.dense_mlp_dim or config.mlp_dim
         if family in ("qwen2_moe", "qwen3_moe"):
-            hf |= {
-                "moe_intermediate_size": config.mlp_dim,
-                "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": config.dense_layers,
-            }
+            hf |= {"decoder_sparse_step": 1, "mlp_only_layers": config.dense_layers}
         if family == "qwen2_moe":
             hf["shared_expert_intermediate_size"] = config.shared_expert_dim
         if family == "dots1":
             hf |= {name: getattr(config.routing, ours) for ours, name in _DOTS_ROUTER.items()} | {
-                "moe_intermediate_size": config.mlp_dim,
-                "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
                 "n_shared_experts": config.shared_expert_dim // config.mlp_dim,
                 "first_k_dense_replace": len(config.dense_layers),
                 "sliding_window": None,

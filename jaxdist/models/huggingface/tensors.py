@@ -103,7 +103,7 @@ class Piece:
         return np.zeros(shape, dtype) if out is None else out
 
     def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return our part [*shape] from its tensors, in the order of `sources`; keeps the dtype."""
+        """Return our part [*shape] from the tensors of `sources`, in the dtype of the first."""
         views = {
             source: x[source.first_row : source.first_row + source.num_rows].reshape(source.view)
             for source, x in zip(self.sources, tensors, strict=True)

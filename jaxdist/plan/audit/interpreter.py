@@ -45,9 +45,7 @@ from jaxdist.plan.audit.states import (
 
 RULES: dict[str, Rule] = {**ELEMENTWISE, **shapes.RULES}
 
-SUMS = operations(
-    "psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter psum_scatter"
-)
+SUMS = operations("psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter")
 GATHERS = operations("all_gather all_gather_invariant all_gather_reduced")
 
 States = tuple[int, ...]
@@ -218,7 +216,7 @@ class Interpreter:
         name, params = equation.primitive.name, equation.params
         if state in (ZERO, CONSTANT) and name != "ppermute":
             return state
-        if name in ("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"):
+        if name in ("reduce_scatter", "unreduced_reduce_scatter"):
             return split(params["scatter_dimension"]) if params.get("tiled") else VARYING
         if name in SUMS or name in GATHERS or name in ("pmax", "pmin"):
             return EQUAL

@@ -97,13 +97,6 @@ def squeeze(equation: Any, states: Sequence[int]) -> int:
     return _after_reduction(states[0], gone, len(equation.invars[0].aval.shape))
 
 
-def expand_dims(equation: Any, states: Sequence[int]) -> int:
-    """Return the state after inserting dims of size 1."""
-    new = equation.params["dimensions"]
-    ndim = len(equation.outvars[0].aval.shape)
-    return moved(states[0], [dim for dim in range(ndim) if dim not in new])
-
-
 def reshape(equation: Any, states: Sequence[int]) -> int:
     """Return the state of a reshape; all dims made from a split dim are split."""
     state = states[0]
@@ -298,13 +291,11 @@ def gather(equation: Any, states: Sequence[int]) -> int:
     shape, ndim = equation.invars[0].aval.shape, len(equation.outvars[0].aval.shape)
     looked_up = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
     of_index = dict(enumerate(looked_up))
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    batching = numbers.operand_batching_dims
     of_table = _indices_without((*numbers.collapsed_slice_dims, *batching), len(shape))
     of_table = {dim: numbers.offset_dims[index] for dim, index in of_table.items()}
     of_table = {dim: index for dim, index in of_table.items() if sizes[dim] == shape[dim]}
-    for dim, in_index in zip(
-        batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True
-    ):
+    for dim, in_index in zip(batching, numbers.start_indices_batching_dims, strict=True):
         of_table[dim] = of_index[in_index]
     if is_split(table):
         if index == INDEX and set(dims_of(table)) <= set(numbers.start_index_map):
@@ -338,10 +329,10 @@ def _scattered(equation: Any, index: int, update: int) -> int:
     of_update = equation.invars[2].aval.shape
     window = numbers.update_window_dims
     scattered = [dim for dim in range(len(of_update)) if dim not in window]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    batching = numbers.operand_batching_dims
     targets = _indices_without((*numbers.inserted_window_dims, *batching), len(shape))
     kept = {window[index]: dim for dim, index in targets.items()}
-    in_index = getattr(numbers, "scatter_indices_batching_dims", ())
+    in_index = numbers.scatter_indices_batching_dims
     aligned = {scattered[i]: dim for i, dim in zip(in_index, batching, strict=True)}
     index = moved(index, scattered) if is_split(index) else index
     if update == PARTIAL:
@@ -371,14 +362,12 @@ RULES: dict[str, Rule] = {
     "dot_general": dot_general,
     "gather": gather,
     "scatter-add": scatter_add,
-    "scatter_add": scatter_add,
     "argmax": reduce_other,
     "argmin": reduce_other,
     "broadcast_in_dim": broadcast_in_dim,
     "concatenate": lambda _, states: join_all(states),
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
-    "expand_dims": expand_dims,
     "iota": lambda *_: CONSTANT,
     "made": other,
     "pad": pad,

@@ -212,7 +212,7 @@ def random_bits(equation: Any, states: Sequence[int]) -> int:
 
 
 _SAME = operations(
-    "after copy copy_p device_put neg optimization_barrier pcast pvary real imag reduce_precision "
+    "after copy device_put neg optimization_barrier pcast pvary real imag reduce_precision "
     "reshard sharding_constraint stop_gradient"
 )
 _NONLINEAR = operations(

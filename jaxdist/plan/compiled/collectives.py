@@ -52,7 +52,7 @@ class Collective:
         count: executions per step; inside a branch, as if that branch were always taken; 0 for
             further exchanges of experts.
         in_branch: inside a conditional, or a loop of `run_if`, so `count` is an upper bound.
-        nodes: number of nodes that its widest group spans; 1 = within a node.
+        nodes: number of groups of fast links that its widest group of devices spans.
         overlapped: asynchronous: other instructions can run between start and end.
         between: number of compute instructions scheduled between start and end.
         products: those that are matrix products: cuDNN, cuBLAS, Triton, or a loop of these.

@@ -224,7 +224,9 @@ def _kept(job: Job) -> Parts:
         in_layers -= job.num_fp8_layers * costs.saved_by_fp8()
     else:
         in_layers *= job.stages.report.residual_slots
-    return {"kept activations": in_layers + costs.kept_outside()}
+    # The head of a decoder is in `head_parts`.
+    outside = 0.0 if job.decoder else job.micro_rows * job.trace.rest.kept_bytes
+    return {"kept activations": in_layers + outside}
 
 
 def _transposed(job: Job) -> float:

@@ -73,10 +73,6 @@ class ModelCosts:
         forward = self._work(self.job.everything_kept.rest)
         return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
 
-    def embedding(self) -> Work:
-        """Return the work of the embedding; none here, because `head` includes it."""
-        return Work()
-
     def expert_launches(self) -> float:
         """Return the seconds to start the kernels of one layer's experts, forward and backward."""
         return 0.0
@@ -97,10 +93,6 @@ class ModelCosts:
     def kept_per_layer(self) -> float:
         """Return the bytes of residuals of one layer under the remat policy."""
         return self.job.micro_rows * self.job.trace.layer.kept_bytes
-
-    def kept_outside(self) -> float:
-        """Return the bytes of residuals outside the layers."""
-        return self.job.micro_rows * self.job.trace.rest.kept_bytes
 
     def saved_by_fp8(self) -> float:
         """Return the bytes by which fp8 products reduce the residuals of one layer."""
@@ -203,28 +195,23 @@ class DecoderCosts(ModelCosts):
         )
 
     def head(self) -> Work:
-        """Return the work of the loss: three products, and memory passes over float32 logits.
+        """Return the work of the loss, the embedding and the layers outside the stack.
 
-        A frozen kernel has no gradient, which is the third product.
+        A frozen kernel has no gradient, which is the third product of the loss.
         """
-        job = self.job
+        job, columns = self.job, self.columns
         logit_passes = 5 * WIDE + 2 * job.compute_bytes
-        columns = self.columns
         trains = job.trained_share(job.outer) > 0
         kernel_passes = 2 * WIDE * self.d_model * columns * job.tokens / max(1, job.loss_chunk)
-        return Work(
+        loss = Work(
             products=(4.0 + 2.0 * trains) * job.tokens * self.d_model * columns,
             memory_bytes=logit_passes * job.tokens * columns + trains * kernel_passes,
         )
-
-    def embedding(self) -> Work:
-        """Return the work of the lookup, and of scattering its gradient into a zeroed table."""
-        job = self.job
-        table = WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
-        table *= job.trained_share(job.outer) > 0
+        # The gradient of the lookup is scattered into a zeroed table.
+        table = trains * WIDE * self.shape.vocab * self.d_model / job.spec[TENSOR]
         # Layers outside the stack (`first_layers`): forward twice, and two products backward.
         first = [w for w in job.outer if w.name.startswith("first_layers") and w.is_matrix]
-        return Work(
+        return loss + Work(
             products=8.0 * job.tokens * job.total(first, "gathered"),
             memory_bytes=table + 4 * job.compute_bytes * job.tokens * self.d_model,
         )
@@ -358,10 +345,6 @@ class DecoderCosts(ModelCosts):
         """Return the number of saved copies of attention's output: before and after an exchange."""
         exchange = self.job.plan.exchange
         return 1 if exchange is None or exchange.inner == 1 else 2
-
-    def kept_outside(self) -> float:
-        """Return 0, because `head_parts` already counts the activations that the head saves."""
-        return 0.0
 
     def saved_by_fp8(self) -> float:
         """Return the bytes by which fp8 products reduce the residuals of one layer.

@@ -57,7 +57,7 @@ class RematChoice:
     def line(self) -> str:
         """Return one line for the startup log: the policy, and the cost of each candidate."""
         chosen = self.job.remat
-        why = "the fastest that fits" if self.fits(chosen) else "none fits, this needs least"
+        why = "the fastest that fits" if self.fits(chosen) else "the smallest, but it exceeds"
         costs = ", ".join(
             f"{name} {1e3 * self.seconds[name]:.0f} ms {in_bytes(self.bytes[name])}"
             for name in self.seconds

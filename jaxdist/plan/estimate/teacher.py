@@ -53,4 +53,4 @@ def work(job: Job) -> Work:
     costs = costs_of(teacher)
     # A frozen head counts two products, and prediction has two: one selects the most probable
     # tokens, the other returns their probabilities.
-    return costs.forward() * teacher.layers_per_stage + costs.head() + costs.embedding()
+    return costs.forward() * teacher.layers_per_stage + costs.head()

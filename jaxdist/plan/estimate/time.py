@@ -266,7 +266,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     costs = costs_of(job)
     forward = rates.of_mean_layer(job, costs.forward(), rates.forward)
     backward = rates.of_mean_layer(job, layer_backward(job), rates.backward)
-    ends = costs.head() + costs.embedding()
+    ends = costs.head()
     extra, launch = microbatch_extra(job), rates.software.launch_s
     split, count = job.plan.layers, job.num_microbatches
     layers = max(map(split.of_stage, range(split.num_stages)))
