@@ -64,9 +64,9 @@ def read_run(
     """Return the settings of a run from `--config FILE.toml` and flags; see `read_with_origins`.
 
     Some settings select the defaults: `resume=PATH` and `replay=PATH:STEP` those of that run, a
-    Hugging Face model in `init_from` its sizes and tokenizer, `debug` a tiny run, and else a token
-    folder in the sources its tokenizer and vocabulary size. `base` replaces these defaults, and
-    `values` are those of a Python program. Hub names are resolved to a commit.
+    Hugging Face model in `init_from` its sizes and tokenizer, `debug` a tiny run. Without the first
+    three, a token folder in the sources sets its tokenizer and vocabulary size. `base` replaces
+    these defaults, and `values` are those of a Python program. Hub names are resolved to a commit.
     `--try` scales the run of `--config` down; other flags override the small run.
     """
     if value_of(argv, "try") is not None:
@@ -118,7 +118,7 @@ def _small_run(argv: Sequence[str], command: str) -> tuple[RunConfig, list[str]]
 
 
 def _with_lasting_names(run: RunConfig) -> RunConfig:
-    """Return settings with permanent names: absolute paths, and hub names with a commit."""
+    """Return settings for all starts: absolute paths, commits of hub names, the text format."""
     directory = run.named_directory
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))

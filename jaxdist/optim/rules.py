@@ -109,7 +109,7 @@ def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
 def _muon(
     config: OptimConfig, axes: Params, shardings: Params | None
 ) -> optax.GradientTransformation:
-    """Make Muon for hidden matrices, and AdamW for embeddings, head, norms and biases."""
+    """Make Muon for hidden matrices, and AdamW for all other parameters."""
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
     hidden = lambda tree: jax.tree.map(

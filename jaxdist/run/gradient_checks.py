@@ -96,10 +96,10 @@ def without_gradient(
     have trained rows. Input rows of unused tokens are left out (`unused_inputs`). Optimizers
     without moments, and moments outside of device memory, give [].
     """
-    arrays = _named(state.opt_state)
+    arrays = named(state.opt_state)
     pairs = [
         (name, arrays[moment])
-        for name, x in _named(state.params).items()
+        for name, x in named(state.params).items()
         for moment in moments_of(name, arrays)
         if is_measured(arrays[moment].shape, arrays[moment].dtype, x.shape)
         and arrays[moment].sharding.memory_kind != "pinned_host"
@@ -141,7 +141,7 @@ def zero_moments(
     return functools.reduce(np.logical_or, flags, np.zeros((), bool))
 
 
-def _named(tree: Any) -> dict[str, Array]:
-    """Return the arrays [*dims] of a tree by name, e.g. "layers/mlp/up"."""
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their names, e.g. "layers/mlp/up"."""
     leaves = tree_leaves_with_path(tree)
     return {keystr(path, simple=True, separator="/"): x for path, x in leaves}

@@ -85,7 +85,7 @@ def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
 
 
 def _differ(a: Record, b: Record, name: str) -> bool:
-    """Return whether both records have the number `name`, with different bits; NaN equals NaN."""
+    """Return whether both records have the field `name`, with different bits; NaN equals NaN."""
     return name in a and name in b and repr(a[name]) != repr(b[name])
 
 

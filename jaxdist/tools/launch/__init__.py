@@ -1,6 +1,6 @@
 """Start jobs and restart them after failures: on this host, or through a scheduler.
 
-The launcher imports no jax: it holds no device and starts in milliseconds. `membership.read_sizes`
+The launcher imports no jax: it holds no device and starts within a second. `membership.read_sizes`
 and `fork_server` start child processes that do.
 """
 

@@ -369,7 +369,6 @@ class ElasticAgent(Agent):
         self.rendezvous.publish(self._capacity_now(), state="waiting", port=free_port(""))
 
     def _capacity_now(self) -> Capacity:
-        """Return the numbers of processes and devices now available on this host."""
         most, before = self.plan.nproc_per_node.maximum, self.rendezvous.own
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus

@@ -4,7 +4,7 @@
 |---|---|
 | 0, all of them | exits with 0: the job is done (an elastic job: when all hosts are done) |
 | 75 | exits with 75: preempted and saved; the scheduler restarts the job |
-| 75, elastic, no stop request on this host | starts a round with the hosts present |
+| 75, elastic, requested by the leader or another host | takes part in the next round |
 | 2 | exits with 2: bad settings; a restart would fail again |
 | 85 | exits with 85: silent data corruption; a restart on this device would fail again |
 | 87 | exits with 87: losses stayed NaN or infinite; a restart would repeat them |
@@ -110,7 +110,7 @@ class FixedAgent(Agent):
             nnodes=self._nnodes,
             node_rank=self._node_rank,
             coordinator_address=self._coordinator_address or f"127.0.0.1:{free_port()}",
-            # Launchers of several hosts share no secret.
+            # Launchers of several hosts share the secret in JAXDIST_JOB_TOKEN.
             token=secrets.token_hex(16) if self._nnodes == 1 else "",
         )
 
@@ -253,7 +253,7 @@ class Supervisor:
         return start_command(command, environ, output)
 
     def _job_exit_code(self, result: GroupResult) -> int | None:
-        """Return the job's exit code after an attempt; None if another attempt follows."""
+        """Return the job's exit code after an attempt; None if another attempt may follow."""
         if result.exit_code == runtime.EXIT_OK:
             return runtime.EXIT_OK if self.agent.all_hosts_done(lambda: self.stop_signal) else None
         if result.exit_code == runtime.EXIT_PREEMPTED:

@@ -131,7 +131,6 @@ def draw_curves(
 
 
 def _png_of(figure: Any) -> bytes:
-    """Return a matplotlib figure as the bytes of a PNG file."""
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()

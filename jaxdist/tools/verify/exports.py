@@ -25,14 +25,14 @@ from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.models.huggingface import peft, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights, read_json
 from jaxdist.models.huggingface.families import decoder_of, read_config, write_config
-from jaxdist.run.gradient_checks import part_names
+from jaxdist.run.gradient_checks import named, part_names
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.run.trained_run import open_run
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 from jaxdist.tools.convert import from_peft
 from jaxdist.tools.convert.to_hf import write_tokenizer
-from jaxdist.tools.verify.training import Check, Trained, named, sample_logits
+from jaxdist.tools.verify.training import Check, Trained, sample_logits
 
 _MERGED_ROUNDING = 1e-4
 """Maximum difference of merged and unmerged logits, relative to the largest logit."""

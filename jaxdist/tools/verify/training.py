@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxdist.checkpoint import CheckpointError, pytree
 from jaxdist.checkpoint.checksum import checksums
@@ -25,6 +23,7 @@ from jaxdist.run.gradient_checks import (
     INPUT_ROWS,
     has_parts,
     moments_of,
+    named,
     names_of,
     part_names,
     unused_inputs,
@@ -258,9 +257,3 @@ def sample_logits(parts: Parts, params: Params) -> np.ndarray | None:
     plan = dataclasses.replace(parts.plan, compute_dtype=jnp.float32)
     decoder = Decoder(parts.model, params, parts.layout, plan, TextSettings())
     return decoder.logits(tokens[:, : parts.model.decoding.max_len])
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their names, e.g. "layers/mlp/up"."""
-    leaves = tree_leaves_with_path(tree)
-    return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
