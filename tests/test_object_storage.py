@@ -146,6 +146,8 @@ def test_failing_upload_does_not_stop_others(folder, monkeypatch, propagating, c
     monkeypatch.setattr(parts, "_failed", [])
 
     class Broken(parts._Uploaded):
+        _location = folder / "broken"
+
         def upload(self):
             raise ValueError("broken")
 
