@@ -181,7 +181,7 @@ def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
 
 
 def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
-    """Return (instruction, size, offset, shape) of every value in the temporary arena."""
+    """Return (instruction, size, offset, shape) of every temporary value on the device."""
     values, inside = [], False
     for line in report.splitlines():
         if line.startswith("allocation "):

@@ -1,1 +1,1 @@
-"""Inspect, verify, compare and rewrite checkpoints, on any machine, with little memory."""
+"""Inspect, verify, compare and rewrite checkpoints, import and export models."""

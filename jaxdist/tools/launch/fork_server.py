@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
-    """Interface of processes for the launcher: those of `subprocess.Popen` and `Forked`."""
+    """Interface through which the launcher uses a `subprocess.Popen` or a `Forked`."""
 
     pid: int
     returncode: Any  # None while it runs

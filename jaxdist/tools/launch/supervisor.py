@@ -7,7 +7,7 @@
 | 75, elastic, requested by the leader or another host | takes part in the next round |
 | 2 | exits with 2: bad settings; a restart would fail again |
 | 85 | exits with 85: silent data corruption; a restart on this device would fail again |
-| 87 | exits with 87: losses stayed NaN or infinite; a restart would repeat them |
+| 87 | exits with 87: NaN, Inf or loss spikes; a restart would repeat them |
 | 130 | exits with 130: interrupted from the keyboard |
 | anything else | restarts all, up to `--max-restarts` times without a new checkpoint |
 | anything else, after a stop request on this host | exits with 128 + the number of the signal |
