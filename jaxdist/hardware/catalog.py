@@ -232,10 +232,7 @@ GPUS: dict[str, Gpu] = _read_catalog()
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
-    """Return the GPU of a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3", or None.
-
-    The complete name must match: an L40S is not an L4. Described devices have a name in `GPUS`.
-    """
+    """Return the GPU of a complete `jax.Device.device_kind`, or None: an L40S is not an L4."""
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
     return GPUS.get(device_kind) or next(gpus, None)

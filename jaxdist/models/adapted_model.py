@@ -133,10 +133,7 @@ def _decoder_plans(config: LoraConfig, decoder: DecoderConfig) -> dict[str, tupl
 
 
 def _named_plans(config: LoraConfig, model: Model) -> dict[str, tuple[Adapter, ...]]:
-    """Return name -> adapter (a tuple of one) of each weight of a custom model that has one.
-
-    Raise `ConfigError` for targets, ranks or parameters that adapters do not support.
-    """
+    """Return name -> (adapter,) of weights of a custom model, or raise `ConfigError`."""
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.axes)]
     weights = dict(zip(names, weights_of(model), strict=True))
     if averages := [n for n, w in weights.items() if w.dims.update in ("statistic", "increment")]:

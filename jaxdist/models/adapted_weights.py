@@ -171,10 +171,7 @@ class LoraWeight(AdaptedWeight):
         return jax.lax.stop_gradient(squares + 2 * part.scale * cross + part.scale**2 * inner)
 
     def merged(self) -> Array:
-        """Return the weight with the adapters added, float32 [layers, *inputs, *outputs].
-
-        Without stacked layers there is no leading dim.
-        """
+        """Return the weight with its adapters, float32 [layers if stacked, *inputs, *outputs]."""
         if not self.is_stacked:
             return self._as_layer().merged()[0]
         total = self.base.astype(jnp.float32)
@@ -221,10 +218,7 @@ class LoraWeight(AdaptedWeight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertLora(LoraWeight):
-    """Frozen weights of experts [experts, *inputs, *outputs], and adapters of each expert.
-
-    As in PEFT, adapters are added to the weights of a layer before the product with its tokens.
-    """
+    """Frozen weights [experts, *inputs, *outputs], merged with adapters before each product."""
 
     def astype(self, dtype: Any) -> Array:
         """Return one layer's weights with the adapters merged in, [experts, *inputs, *outputs]."""
@@ -236,10 +230,7 @@ class ExpertLora(LoraWeight):
 
 
 def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
-    """Return a `Model.block` with dropout of the inputs of adapters in training.
-
-    As in PEFT, each adapter has its own mask, and kept inputs are divided by 1 - rate.
-    """
+    """Return a `Model.block` with dropout of each adapter's inputs in training, as in PEFT."""
 
     @functools.wraps(block)
     def run(params: Any, x: Array, aux: dict[str, Any], context: Context) -> Any:

@@ -315,10 +315,7 @@ def with_start(tree: Any) -> Any:
 
 
 def merge(tree: Any) -> Any:
-    """Return dense parameters [layers, ...], with adapters added to their weights.
-
-    Adapted and quantized weights become float32: the sums are those of the dequantized weights.
-    """
+    """Return parameters [layers, ...]; those with adapters or blocks are merged, in float32."""
 
     def dense(w: Any) -> Any:
         if isinstance(w, BlockWeight):

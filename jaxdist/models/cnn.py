@@ -1,8 +1,4 @@
-"""The image classifier of common CIFAR-10 tutorials: two conv blocks, two dense layers.
-
-The tensor axis splits the first layer of each pair by its outputs, and the second by its inputs.
-Images are channels-last.
-"""
+"""The image classifier of common CIFAR-10 tutorials: two conv blocks, two dense layers."""
 
 from __future__ import annotations
 
@@ -111,9 +107,6 @@ class Affine(nnx.Module):
 
 
 def halve(x: Array) -> Array:
-    """Max-pool x [batch, height, width, channels] over 2 × 2 pixels.
-
-    On CPU, forward and backward of [64, 32, 32, 32] take 6 ms; `lax.reduce_window` takes 50 ms.
-    """
+    """Max-pool x [batch, height, width, channels], 2 × 2; on CPUs faster than `reduce_window`."""
     batch, height, width, channels = x.shape
     return jnp.max(x.reshape(batch, height // 2, 2, width // 2, 2, channels), axis=(2, 4))

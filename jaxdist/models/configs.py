@@ -95,10 +95,7 @@ class _ModelDefaults:
         return AttentionCall()
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most `num_layers` repeated blocks and small widths.
-
-        Widths that are reduced are multiples of `multiple`. By default the model is unchanged.
-        """
+        """Return this model with at most `num_layers` repeated blocks and small widths."""
         del num_layers, multiple
         return self
 

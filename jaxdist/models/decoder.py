@@ -108,10 +108,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         return bind_block(params)(x, aux, context)
 
     def head(params: Params, x: Array, batch: Batch, context: Context) -> tuple[Any, Sums]:
-        """Return (`TokenHead`, {}) of x [batch, seq_shard, d_model].
-
-        With `num_labels`, return (scores [batch, num_labels], {}).
-        """
+        """Return (`TokenHead` or scores [batch, labels]; {}) of x [batch, seq_shard, d_model]."""
         x = bind_head(params["head"]).norm(x)
         if config.num_labels:
             return _scores(x, params["head"]["score"], batch["weights"], context), {}

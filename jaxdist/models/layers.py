@@ -1,7 +1,4 @@
-"""Layers of models: weights with named dims, norms, rotary positions, dropout, convolutions.
-
-Under tensor parallelism a Flax NNX module sees its shard of `heads`, `mlp` or `vocab`.
-"""
+"""Layers of models: weights with named dims, norms, rotary positions, dropout, convolutions."""
 
 from __future__ import annotations
 
@@ -301,10 +298,7 @@ def look_up(table: Array, index: Array, dtype: Any) -> Array:
 
 
 def look_up_tokens(table: Any, tokens: Array, context: Context) -> Array:
-    """Return rows of a table [vocab, d_model], [batch, seq, d_model] in the compute dtype.
-
-    `tokens` are [batch, seq]; the result is 0 for those of other devices.
-    """
+    """Return rows [batch, seq, d_model] of a table [vocab, d_model]; 0 for others' tokens."""
     base = table.base if isinstance(table, TokenRows) else table
     local = tokens - context.tensor_index() * base.shape[0]
     here = (local >= 0) & (local < base.shape[0])

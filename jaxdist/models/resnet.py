@@ -72,10 +72,7 @@ class Resnet(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Convolution, norm, relu, convolution, norm, residual addition, relu.
-
-    It halves height and width if it has more output than input channels.
-    """
+    """A residual block of two convolutions; it halves height and width if the channels double."""
 
     def __init__(self, width: int, out: int, rngs: nnx.Rngs):
         self.conv_1 = _conv_kernel(rngs, width, out, "channels", "hidden")

@@ -63,11 +63,7 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 
 def num_params(model: Model, active_experts: float = 1.0) -> int:
-    """Return the number of parameters, frozen ones included, as model cards count.
-
-    Vocabulary padding, running averages and selection biases of experts are left out. Of the
-    experts, only the share `active_experts` is counted.
-    """
+    """Return the number of parameters as model cards count, with a share of the experts."""
     padded = model.dims.get("vocab", 0)
     real = lambda weight: model.vocab_size and "vocab" in weight.dims
     share = lambda weight: active_experts if "experts" in weight.dims else 1.0

@@ -216,10 +216,7 @@ def price_run(
 
 
 def stages_of(choice: Candidate) -> list[tuple[BatchStage, Candidate]]:
-    """Return each stage of `train.batch_schedule` and `seq_schedule`, and the run in it.
-
-    The last one is `choice`, the only one of a run without schedules.
-    """
+    """Return each stage of the run's schedules, and the run in it; the last one is `choice`."""
     train, job = choice.job.config.train, choice.job
     stages = []
     for stage in train.stages[:-1]:

@@ -1,7 +1,4 @@
-"""Check the keys of Hugging Face's `config.json`: used, harmless, or rejected.
-
-An unknown key is an error, because it may change the model's output although the weights load.
-"""
+"""Check the keys of Hugging Face's `config.json`: used, harmless, or rejected."""
 
 from __future__ import annotations
 

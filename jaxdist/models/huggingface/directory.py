@@ -41,10 +41,7 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 def export_problems(
     export: str, model: ModelConfig, run_dir: str, adapted: str | None
 ) -> list[str]:
-    """Return error messages if a run cannot be exported.
-
-    `adapted` is the `init_from` of a run with adapters; None without adapters.
-    """
+    """Return error messages if a run cannot be exported; `adapted`: its adapters' base, or None."""
     if export == "none":
         return []
     try:

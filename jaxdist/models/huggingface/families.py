@@ -1,7 +1,4 @@
-"""Translate the settings of Hugging Face's decoders to ours and back.
-
-Source: the `config.json` of saved checkpoints of transformers' models in `FAMILIES`.
-"""
+"""Translate the settings of saved Hugging Face decoders (`FAMILIES`) to ours and back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Translate adapters to PEFT's directory format and back.
-
-References:
-    The files `adapter_config.json` and `adapter_model.safetensors` as PEFT 0.21 writes them.
-"""
+"""Translate adapters to PEFT's directory format, as PEFT 0.21 writes it, and back."""
 
 from __future__ import annotations
 
@@ -168,10 +164,7 @@ def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
 
 
 def token_tables(model: DecoderConfig, lora: LoraConfig) -> dict[str, str]:
-    """Return our array of the rows of `lora.token_ids` -> its module in Hugging Face.
-
-    Both sides store [tokens, d_model]. With tied embeddings there is one.
-    """
+    """Return our array of the rows [tokens, d_model] of `token_ids` -> module in Hugging Face."""
     if not lora.token_ids:
         return {}
     names = {"params/embed/table", "params/head/kernel"}

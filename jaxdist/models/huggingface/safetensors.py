@@ -190,10 +190,7 @@ class StoredTensor:
 
 
 def open_all(directory: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Return name -> tensor of a model directory, from the files that transformers would load.
-
-    These are `model.safetensors`, else the files in the index, else the single safetensors file.
-    """
+    """Return name -> tensor of `model.safetensors`, else of the index, else of the only file."""
     directory = locate(directory)
     entries = directory.entries()
     if "adapter_config.json" in entries:

@@ -1,8 +1,4 @@
-"""Map Hugging Face's tensors to our arrays and back.
-
-Values are moved without arithmetic, so a round trip is exact. Source: the tensor names in saved
-checkpoints of transformers' models in `families.FAMILIES`.
-"""
+"""Map Hugging Face's tensors to our arrays and back, without arithmetic."""
 
 from __future__ import annotations
 
@@ -366,10 +362,7 @@ def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
 
 
 def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
-    """Return the shape of the fused projection and its sources: query, key and value.
-
-    The shape is [d_model,] kv_heads, group + 2, width.
-    """
+    """Return the shape [d_model,] kv_heads, group + 2, width, and the sources query, key, value."""
     kv, width = config.kv_heads, config.head_width
     group = config.num_heads // kv
     inputs = (config.d_model,) if leaf == "weight" else ()

@@ -1,8 +1,4 @@
-"""Interpret a traced step abstractly: find sums that are missing or taken twice, per mesh axis.
-
-The program is the jaxpr inside `shard_map`. Each value has a state per axis (`states.py`); rules
-compute the states of an operation's results.
-"""
+"""Interpret a traced step abstractly: find sums that are missing or taken twice, per mesh axis."""
 
 from __future__ import annotations
 

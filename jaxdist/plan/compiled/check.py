@@ -106,10 +106,7 @@ class CompiledStep:
     target: str
 
     def runs(self, collective: Collective) -> float:
-        """Return how often the busiest stage executes a collective in one step.
-
-        A branch that is not of the pipeline counts as always taken.
-        """
+        """Return how often the busiest stage executes a collective in one step."""
         scopes = re.findall(r"pipeline_(\w+)/", collective.op_name)
         if not collective.in_branch or not scopes:
             return float(collective.count)

@@ -1,8 +1,4 @@
-"""Collectives of a compiled program: mesh axes, count, overlap.
-
-Reads the program after all compiler passes. Supports GPU programs (async pairs, wrapped
-computations) and CPU programs. Text that it cannot parse raises `UnknownHLO`.
-"""
+"""Collectives of a compiled GPU or CPU program: mesh axes, count, overlap."""
 
 from __future__ import annotations
 

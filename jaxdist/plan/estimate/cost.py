@@ -155,10 +155,7 @@ def run_cost(
 
 
 def break_even(saving: CheckpointCost, *, price_share: float) -> float:
-    """Return the interruptions per day at which a run costs the same on spot and on-demand GPUs.
-
-    `price_share` is the spot price / the on-demand price.
-    """
+    """Return the interruptions per day that cost as much as `price_share` of the price saves."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

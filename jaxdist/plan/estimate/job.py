@@ -73,10 +73,7 @@ class Stages:
 
 @functools.lru_cache(maxsize=1024)
 def stages_of(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> Stages:
-    """Return the cost of training's schedule, `one_forward_one_backward`, for two stages or more.
-
-    It is in closed form, because a search of meshes has no time to simulate it.
-    """
+    """Return the cost of `one_forward_one_backward` in closed form, for two stages or more."""
     p, m, v = num_stages, num_microbatches, num_virtual_stages
     group, position = divmod(m - 1, p)
     ticks = (group * v + v) * p + position  # of each kind: the last forward is in the last one
@@ -324,10 +321,7 @@ class Job:
 
     @property
     def unrolls(self) -> bool:
-        """True if the compiler sees layers and their backward as one sequence.
-
-        False with stages, and with narrow products, which are unmeasured.
-        """
+        """True if the compiler sees layers and their backward as one sequence."""
         if not self.engine.stacks_layers or self.plan.matmul_dtype or self.stages is not None:
             return False
         return self.plan.layers_per_body > 1
@@ -376,10 +370,7 @@ class Job:
         return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, role: Role) -> int:
-        """Return the number of elements per device of an array with a weight's shape and this role.
-
-        They include the padding of stages with fewer layers than others.
-        """
+        """Return the elements per device of an array like a weight, with the padding of stages."""
         num_stored = self.plan.layers.num_stored
         placed, sizes = self._placed
         key = weight.name, weight.shape, role, num_stored
@@ -443,10 +434,7 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 def _placements(
     spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
 ) -> tuple[Callable[[Dims, Role], tuple[tuple[str, ...], int]], dict[Any, int]]:
-    """Return (dims, role) -> mesh axes that split such an array, and the number of shards.
-
-    The second result stores the sizes of weights that jobs with these placements have computed.
-    """
+    """Return (dims, role) -> (axes that split such an array, number of shards); and a cache."""
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
         "param": layout.param_specs,

@@ -32,10 +32,7 @@ _NEGLIGIBLE = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Estimated memory of one GPU, and the limit of its allocator; remat is resolved.
-
-    `own_gpus` is the number of GPUs of this process.
-    """
+    """Estimated memory of a GPU, and its allocator's limit; `own_gpus`: those of this process."""
 
     job: Job
     memory: MemoryEstimate

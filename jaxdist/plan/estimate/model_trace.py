@@ -376,10 +376,7 @@ def _used_experts(
     activate: Callable[[Array], Array],
     *biases: Array,
 ) -> tuple[Array, None]:
-    """Return a sum like that of `Context.experts`, [batch, seq, d_model], with equal work.
-
-    As many experts as each token has process all tokens. Biases are left out.
-    """
+    """Return a sum [batch, seq, d_model] with the work of `Context.experts`, without biases."""
     del biases
     shares = routing.shares.astype(x.dtype)
     per_token, (_, _, ways, mlp) = shares.shape[-1], up.shape

@@ -13,10 +13,7 @@ from jaxdist.plan.estimate.job import WIDE, Job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """Matrices of one stack that a device orthogonalizes, including padding.
-
-    `axes` are the mesh axes that shard them; `is_padded`: their number is not a multiple of theirs.
-    """
+    """Matrices of a stack that a device orthogonalizes, with padding; `axes` shard them."""
 
     matrices: int
     rows: int

@@ -1,7 +1,4 @@
-"""`train.remat = auto` on GPUs: the policy with the shortest estimated step that fits in memory.
-
-Saving everything is seldom fastest, because residuals are copied to stacks (`time.layer_backward`).
-"""
+"""`train.remat = auto` on GPUs: the policy with the shortest estimated step that fits in memory."""
 
 from __future__ import annotations
 

@@ -119,10 +119,7 @@ def restart_of(
 
 
 def restore_seconds(num_bytes: float, num_gpus: int, bytes_per_s: float) -> Seconds:
-    """Return the seconds for reading, verifying and copying a checkpoint to the devices.
-
-    Low: processes verify twice as fast. High: storage has half its rate, and nothing overlaps.
-    """
+    """Return the seconds for reading, verifying and copying a checkpoint to the devices."""
     read = num_bytes / bytes_per_s
     verify = num_bytes / num_gpus / _VERIFIED_BYTES_PER_S
     copy = num_bytes / num_gpus / HOST_BYTES_PER_S

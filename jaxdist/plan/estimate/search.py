@@ -223,11 +223,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
 
 
 def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
-    """Return the best settings on a mesh, and the number of variants compared.
-
-    The best are the fastest that fit, else those with least memory; None if no variant is legal.
-    Each variant has the smallest microbatch count that fits, else that with least memory.
-    """
+    """Return the best settings on a mesh (None if none is legal), and the number compared."""
     limit = usable_bytes(job)
     best: Candidate | None = None
     smallest: tuple[Job, MemoryEstimate] | None = None
@@ -260,10 +256,7 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
 
 
 def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, MemoryEstimate]:
-    """Return the job with the first microbatch count that fits, else with that of least memory.
-
-    More microbatches are slower, and need less memory from the second count on.
-    """
+    """Return the job with the first microbatch count that fits, else with that of least memory."""
     tried: dict[int, tuple[Job, MemoryEstimate]] = {}
 
     def fits(index: int) -> bool:
@@ -272,6 +265,7 @@ def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, Memor
         return tried[index][1].total_bytes <= limit
 
     last = len(counts) - 1
+    # More microbatches need less memory from the second count on.
     if not fits(0) and last and fits(last):
         bisect.bisect_left(range(1, last), True, key=fits)
         return tried[min(i for i, (_, memory) in tried.items() if memory.total_bytes <= limit)]

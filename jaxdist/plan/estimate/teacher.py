@@ -26,10 +26,7 @@ def state_bytes(job: Job) -> float:
 
 
 def phase(job: Job) -> dict[str, Mapping[str, float]]:
-    """Return "teacher" -> name -> bytes of arrays alive while it predicts; {} without a teacher.
-
-    Activations are those of a layer's backward, an upper bound.
-    """
+    """Return "teacher" -> name -> bytes alive while it predicts, at most; {} without a teacher."""
     teacher = job.teacher
     if teacher is None:
         return {}

@@ -121,10 +121,7 @@ def estimate_time(job: Job) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """FLOP/s and bytes/s of one device.
-
-    Those of `forward` and `backward` (with recomputation) are for `precision.matmul_dtype`.
-    """
+    """FLOP/s and bytes/s; `forward` and `backward` are those in `precision.matmul_dtype`."""
 
     software: Software
     products: float
@@ -186,10 +183,7 @@ def _moved_moments(job: Job) -> float:
 
 
 def _fetched(job: Job) -> float:
-    """Return the bytes of activations that backward waits for: each layer fetches its own first.
-
-    Copies to the host overlap with the forward pass.
-    """
+    """Return the bytes of offloaded activations, which backward of each layer fetches first."""
     passes = job.num_microbatches * job.layers_per_stage
     return passes * costs_of(job).offloaded_per_layer()
 

@@ -98,10 +98,7 @@ def _passes(job: Job) -> int:
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Yield reductions of matrix gradients over replicas; ZeRO also gathers the new parameters.
-
-    Gradients of weights outside the layers are also reduced over stages.
-    """
+    """Yield reductions of matrix gradients over replicas; ZeRO also gathers the new parameters."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
@@ -129,10 +126,7 @@ def _matrices(job: Job) -> Iterator[Moved]:
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
-    """Yield (weights, mesh axes over which their gradients are reduced besides fsdp's and ZeRO's).
-
-    `sharded`: the weights that fsdp and ZeRO shard, else the others.
-    """
+    """Yield (weights, mesh axes that reduce their gradients besides those of fsdp and ZeRO)."""
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.trained:
         if _is_sharded_kind(job, weight) == sharded:
