@@ -37,10 +37,7 @@ from jaxdist.settings import ConfigError
 
 
 def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
-    """Return a model with adapters of frozen weights; unchanged with rank 0, or if it has them.
-
-    `settings` are those of the model. Raise `ConfigError` as `_named_plans`.
-    """
+    """Return a model of `settings` with adapters; unchanged with rank 0, or if it has them."""
     if not config.rank or has_adapters(model):
         return model
     decoder = settings if isinstance(settings, DecoderConfig) else None

@@ -66,14 +66,10 @@ class AdaptedWeight(CompositeWeight, abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeight(AdaptedWeight):
-    """A frozen weight [*inputs, *outputs] and its adapters.
+    """A frozen weight [*inputs, *outputs], and its adapters, ordered by start in `parts`.
 
-    Attributes:
-        base: the weight, or another `CompositeWeight`.
-        adapters: module -> {"a": [*inputs, rank], "b": [rank, *its outputs]}, float32; of DoRA
-            also "scale": [*its outputs].
-        parts: constants of the adapters, ordered by start.
-        is_stacked: the arrays of the state have a leading dim of layers.
+    `adapters` has for each module, in float32, "a" [*inputs, rank], "b" [rank, *its outputs] and
+    with DoRA "scale" [*its outputs]. `is_stacked`: stored arrays have a leading dim of layers.
     """
 
     base: Any

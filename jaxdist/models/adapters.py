@@ -2,8 +2,7 @@
 
 A product with weight W becomes x·W + scale · (x·A)·B, with A [inputs, rank] and B [rank, outputs]
 (Hu et al. 2021, "LoRA", equation 3). DoRA also scales each output, so that the norm of its weights
-is a trained value (Liu et al. 2024). Each of Hugging Face's modules in a fused array (e.g. query,
-key, value) has an adapter of its own, so that PEFT reads it.
+is a trained value (Liu et al. 2024). Hugging Face's modules in a fused array have one adapter each.
 """
 
 from __future__ import annotations

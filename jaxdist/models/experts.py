@@ -82,10 +82,7 @@ class Experts(nnx.Module):
         self.config = config
 
     def route(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Routing, Sums]:
-        """Return the `Routing` of tokens x [batch, seq_shard, d_model], and the router's `Sums`.
-
-        Of equal scores, that of the lower index comes first. In decoding the sums are {}.
-        """
+        """Return the `Routing` of x [batch, seq_shard, d_model], and `Sums`, {} in decoding."""
         config = self.config
         logits = jnp.einsum(
             "bsd,de->bse",
@@ -120,10 +117,7 @@ class Experts(nnx.Module):
         return routing, self._sums(logits, scores, chosen, flags, aux, context) if is_batch else {}
 
     def _kept(self, chosen: Array, aux: dict[str, Any], context: Context) -> Array:
-        """Return whether an expert accepts each choice, bool [batch, seq_shard, choices].
-
-        It accepts the first tokens of a row, up to `capacity_factor` times equal loads.
-        """
+        """Return bool [batch, seq_shard, choices]: the expert still has capacity in the row."""
         config, index, real = self.config, aux["index"], aux["real"][..., None] > 0
         length = chosen.shape[1] * context.sum(1, "seq_shard")
         own = jnp.where(real, chosen, config.num_experts).astype(jnp.float32)
@@ -150,10 +144,7 @@ class Experts(nnx.Module):
         return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
 
     def __call__(self, x: Array, routing: Routing, context: Context) -> tuple[Array, Array | None]:
-        """Map [batch, seq, d_model] to this device's partial sums of the same shape.
-
-        Also returns the number of exchanges of tokens after the first, int32 [], or None.
-        """
+        """Return partial sums [batch, seq, d_model], and the number of further exchanges."""
 
         def run(x: Array, routing: Routing, up: Any, down: Any) -> tuple[Array, Array | None]:
             kernels = up.astype(x.dtype), down.astype(x.dtype)

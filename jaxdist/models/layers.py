@@ -102,9 +102,9 @@ def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param
 class BatchNorm(nnx.Module):
     """Batch norm over all dims but the last, in float32 (Ioffe and Szegedy 2015, algorithm 1).
 
-    Training uses statistics of the global (micro)batch: one all-reduce of [2, size] float32 in the
-    forward pass and one in the backward pass. As in PyTorch, the unbiased variance is averaged. A
-    head with such layers adds `batch_statistics(module, context)` to its `Sums`.
+    Training uses statistics of the global (micro)batch: one all-reduce of [2, size] float32 forward
+    and one backward. As in PyTorch, the unbiased variance is averaged. A head with such layers adds
+    `batch_statistics(module, context)` to its `Sums`.
     """
 
     def __init__(self, size: int, dim: str | None, eps: float = 1e-5):

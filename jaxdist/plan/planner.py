@@ -261,9 +261,8 @@ _MOST_ROWS = 1 << 16
 def largest_batch(job: Job, remat: str) -> Candidate | None:
     """Return the run with most rows that fits without accumulation of gradients; None if none does.
 
-    Mesh and other settings are those of `job`, which keeps its number of microbatches only with
-    pipeline stages. `remat` is the policy, or "auto" for the fastest that fits, as in training. The
-    estimate must fit with its error, `TOLERANCE`.
+    Only runs with pipeline stages keep their microbatches. `remat` is the policy, or "auto" for the
+    fastest that fits, as in training. The estimate must fit with its error, `TOLERANCE`.
     """
     limit = usable_bytes(job)
     count = 1 if job.stages is None else job.num_microbatches

@@ -91,12 +91,7 @@ def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The tensors of a directory.
-
-    Attributes:
-        pieces: name of our array -> its parts, one per layer if stacked.
-        tensors: name in the directory -> tensor, read on demand.
-    """
+    """The tensors of a directory, and the parts of each of our arrays, one per layer if stacked."""
 
     model: DecoderConfig
     pieces: dict[str, list[Piece]]

@@ -42,7 +42,7 @@ def load_params(
     """Return a model's parameters from a directory's weights: a tree like `target`.
 
     Args:
-        folder: path or URL of a Hugging Face model directory that every process can read.
+        folder: a directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; values are cast to its dtypes. Leaves
             under `reinit` are arrays and are returned unchanged.
         reinit: names or prefixes of parameters or stored weights that are not read.

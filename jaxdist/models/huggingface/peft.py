@@ -77,10 +77,7 @@ class AdaptedModule(NamedTuple):
         return self.array.rpartition("/")[2]
 
     def to_peft(self, adapter: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return PEFT's tensors of our "a" [*inputs, rank], "b" [rank, *outputs] and "scale".
-
-        They are A [rank, inputs], B [outputs, rank] and, with DoRA, the magnitudes [outputs].
-        """
+        """Return PEFT's A [rank, inputs], B [outputs, rank], magnitudes [outputs] of our arrays."""
         (ins, outs), a, b = self._orders, adapter["a"], adapter["b"]
         if self.num_experts:  # a [experts, inputs, rank], b [experts, rank, *outputs]
             rows = a.swapaxes(1, 2).reshape(-1, a.shape[1])

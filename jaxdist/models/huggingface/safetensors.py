@@ -1,9 +1,7 @@
 """Read and write safetensors files tensor by tensor.
 
 Hugging Face's library checks the headers. We write files ourselves, because the library needs all
-tensors in memory; `write` streams them. A file has the length of its header (8 bytes, little
-endian), the header (JSON: name -> dtype, shape, offsets after the header), and the tensors in
-row-major order, without gaps.
+tensors in memory; `write` streams them.
 """
 
 from __future__ import annotations
@@ -98,10 +96,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 def write_shards(
     directory: Path, tensors: Mapping[str, Tensor], shard_gb: float, metadata: Mapping[str, str]
 ) -> list[str]:
-    """Write `model.safetensors`, or shards and their index if it would be larger; return the names.
-
-    No file exceeds `shard_gb` GB (0 = no limit) unless a single tensor does.
-    """
+    """Write a file, or shards of about `shard_gb` GB (0 = no limit) and an index; return names."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():

@@ -51,12 +51,9 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of one of our arrays, and the Hugging Face tensors that it consists of.
+    """A part of our array `name`, e.g. `params/layers/attention/qkv`, and its tensors.
 
-    Attributes:
-        name: our array, e.g. `params/layers/attention/qkv`.
-        layer: index in the stacked dim, or None if the array is not stacked.
-        shape: shape of the part; entries without a tensor are padding, which is zero.
+    `layer` is its index in the stacked dim, if there is one. Entries without a tensor are zero.
     """
 
     name: str

@@ -1,10 +1,7 @@
-"""Compile the train step with the real XLA:GPU compiler, without a GPU.
+"""Compile the train step with the real XLA:GPU compiler, for a description of GPUs.
 
-`compile_step` starts a process that builds the run on a topology description and compiles it. It
-returns `CompiledStep`, or `NotCompiled` for every failure.
-
-Limits: kernels are not autotuned, so memory is within a few percent and times are meaningless. The
-memory of the CUDA context, NCCL and CUDA graphs is not included.
+Kernels are not autotuned, so memory is within a few percent and times are meaningless. The memory
+of the CUDA context, NCCL and CUDA graphs is not included.
 """
 
 from __future__ import annotations
@@ -123,10 +120,7 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """The reason why the step was not compiled, and a fix.
-
-    `kind`: missing (no compiler for this jax), refused (invalid settings), failed or timeout.
-    """
+    """The reason why the step was not compiled, and a fix; "refused" are invalid settings."""
 
     kind: Literal["missing", "refused", "failed", "timeout"]
     reason: str

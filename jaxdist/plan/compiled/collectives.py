@@ -175,11 +175,7 @@ def _computation(
 
 
 def trips_of(instruction: HloInstruction) -> int:
-    """Return the number of iterations of a loop.
-
-    It is 0 for the loop of further expert exchanges, which runs only if loads are unequal, and 1
-    for the loops that pipelines use instead of branches.
-    """
+    """Return a loop's iterations: 0 of further expert exchanges, 1 if it replaces a branch."""
     if f"/{ROUNDS}/" in instruction.op_name:
         return 0
     if match := _TRIPS.search(instruction.attributes):

@@ -39,10 +39,7 @@ def keys_seen(job: Job) -> float:
 
 
 def imbalance(job: Job) -> float:
-    """Return the load imbalance of attention: (keys of the busiest device / mean) − 1.
-
-    Packed rows are assumed to have `_DOCUMENTS_PER_ROW` documents of random lengths.
-    """
+    """Return (keys of the busiest device / mean) − 1, of packed rows for random documents."""
     plan = job.plan.exchange
     if plan is None or job.decoder is None:
         return 0.0

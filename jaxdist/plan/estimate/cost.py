@@ -38,11 +38,10 @@ class CheckpointCost:
     """Checkpoint cost of a job.
 
     Attributes:
-        copy_s: seconds of the copy to host memory, for which training waits.
+        copy_s: the copy to host memory, for which training waits.
         write_s: seconds of a background write to storage, and of its commit by all processes.
         stall_s: seconds by which a save delays training.
         interval_s: seconds between checkpoints, by Daly, but at least one write.
-        restart_s: seconds from a failure to the next attempt's first step.
         lost: share of time lost to checkpoints, repeated steps and restarts.
     """
 

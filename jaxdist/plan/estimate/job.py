@@ -58,12 +58,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The cost of a pipeline schedule.
-
-    Attributes:
-        report: the result of `simulate`, in closed form.
-        ticks: kind of action -> number of ticks with it. No tick has both kinds.
-    """
+    """The cost of a pipeline schedule: a report as of `simulate`, and the ticks of each kind."""
 
     num_microbatches: int
     report: Report

@@ -1,8 +1,7 @@
 """Costs of a model on one device: work of layers and head, and bytes of their activations.
 
-`ModelCosts` applies to any model: FLOPs and residuals of the trace, an upper bound. `DecoderCosts`
-is more precise for the structure that `model_trace.decoder_of` recognizes. Its formulas count the
-arrays found in buffer assignments of the GPU compiler.
+`ModelCosts` has FLOPs and residuals of any model's trace, an upper bound. The formulas of
+`DecoderCosts` count the arrays in buffer assignments of the GPU compiler.
 """
 
 from __future__ import annotations
@@ -195,10 +194,7 @@ class DecoderCosts(ModelCosts):
         )
 
     def head(self) -> Work:
-        """Return the work of the loss, the embedding and the layers outside the stack.
-
-        A frozen kernel has no gradient, which is the third product of the loss.
-        """
+        """Return the work of the loss, the embedding and the layers outside the stack."""
         job, columns = self.job, self.columns
         logit_passes = 5 * WIDE + 2 * job.compute_bytes
         trains = job.trained_share(job.outer) > 0

@@ -40,10 +40,7 @@ from jaxdist.models.adapters import without_adapters
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of one row on a device that holds the complete model: forward FLOPs, saved bytes.
-
-    `reduced` is the number of elements that `enter` and `leave` sum over `tensor`.
-    """
+    """Cost of a row on one device: forward FLOPs, saved bytes, elements summed over `tensor`."""
 
     flops: float = 0.0
     kept_bytes: float = 0.0
@@ -132,15 +129,12 @@ def _trace_block(model: Model, seq_len: int) -> _Block | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a head, and of blocks of layers: each one attention and one MLP.
-
-    Sizes of layers that differ are means over the block.
+    """Sizes of a head, and of blocks of layers, each one attention and one MLP; means over a block.
 
     Attributes:
         layers, sparse_layers: number of layers in a block, and of those with experts.
-        up: output width of the MLP's first product, including the gate.
-        hidden: input width of the MLP's last product.
-            With experts, both are those of all experts of one token.
+        up: output width of the MLP's first product, with the gate; of all experts of a token.
+        hidden: input width of the MLP's last product; of all experts of a token.
         columns: outputs of the head; `vocab` unless they are scores of complete rows.
         num_norms: norms of the residual stream per layer.
         num_layer_norms: how many of these norms subtract the mean.
@@ -300,10 +294,7 @@ def _cost(
     differentiated: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> Cost:
-    """Return a function's FLOPs, elements summed over `tensor`, and bytes saved for its gradient.
-
-    Tracing it appends the elements to `reduced`. The gradient is with respect to `differentiated`.
-    """
+    """Return a function's FLOPs and bytes saved for its gradient; tracing it fills `reduced`."""
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)
 

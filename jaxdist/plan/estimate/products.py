@@ -91,10 +91,7 @@ def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
 
 
 def half_inner(gpu: Gpu) -> float:
-    """Return the inner dimension k at which writing a 16-bit result takes as long as computing it.
-
-    A result takes 2 bytes of memory bandwidth and 2 k operations: k = peak / bandwidth.
-    """
+    """Return the inner dimension at which writing a 16-bit result takes as long as computing it."""
     peaks = gpu.peak_flops
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]
     return _EXPOSED_WRITES * peak / gpu.memory_bandwidth

@@ -69,10 +69,7 @@ class RematChoice:
         return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
 
     def smaller(self, limit_bytes: float) -> RematChoice | None:
-        """Return the choice after the compiled step did not fit: the fastest within `limit_bytes`.
-
-        If no smaller policy is within it, choose the smallest; None if there is no smaller policy.
-        """
+        """Return the fastest smaller policy within the limit, else the smallest; or None."""
         now = self.job.remat
         less = [name for name in self.bytes if self.bytes[name] < self.bytes[now]]
         fitting = [name for name in less if self.bytes[name] <= limit_bytes]

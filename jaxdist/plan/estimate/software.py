@@ -1,7 +1,4 @@
-"""Efficiency of the kernels of our compiled step.
-
-All values are shares of a hardware limit, with sources. Values of other trainers are in
-`scripts/bench/published_engine.py`.
+"""Efficiency of the kernels of our compiled step; others are in `published_engine.py`.
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.

@@ -1,10 +1,9 @@
 """Seconds of a step: a roofline with overlap, the pipeline's bubble, links and optimizer.
 
 Compute is products, attention and memory-bound kernels in sequence. Products run at the rate
-allowed by their shapes and the power limit (`products`). Attention runs at the rate of its kernel
-on the keys that a query sees. Other kernels run at a share of the memory bandwidth. Collectives
-overlap with compute. They are exposed if they take longer than this compute, and by a fixed share,
-because they take multiprocessors and memory bandwidth from it. Efficiencies are in `software`.
+allowed by their shapes and the power limit (`products`), other kernels at a share of the memory
+bandwidth (`software`). Collectives are exposed if they take longer than the compute that overlaps
+with them, and by a fixed share, because they take multiprocessors and memory bandwidth from it.
 `scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
@@ -49,7 +48,7 @@ class StepTime:
         communication: seconds of all collectives, hidden or exposed.
         model_flops: useful FLOPs per step, causal convention.
         peak_flops: of one device in the run's dtype, or in float32 if it does not support it.
-        accuracy: measured / estimated time of our fastest and of other trainers' slowest runs.
+        accuracy: measured / estimated time: the lowest of our runs, the highest of others.
     """
 
     parts: dict[str, float]
