@@ -130,8 +130,7 @@ class Axis:
         complexity: of two equally fast meshes the planner prefers the one with the lower sum.
         divides: why its size must divide its dims, for error messages; "" = it need not.
         problems: (size > 1, workload) -> further reasons why the size is illegal.
-        traffic: communication of activations in one step of a decoder; traffic of weights and
-            gradients is computed from `weights` and `sums_gradients`.
+        traffic: communication of activations in one step of a decoder.
         hooks: (sequence parallelism is on) -> members of `Context` that the axis implements;
             `experts` is made from the grouped product.
     """

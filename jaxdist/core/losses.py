@@ -6,8 +6,8 @@ chunks of tokens.
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
 Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.
 
-Regularizers: label smoothing (Szegedy et al. 2016, "Rethinking the Inception Architecture", section
-7) and z-loss (Chowdhery et al. 2022, "PaLM", section 5).
+Regularizers: label smoothing (Szegedy et al. 2016, section 7), z-loss (Chowdhery et al. 2022,
+"PaLM", section 5).
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _linear_cross_entropy(
         sums, losses, _ = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return tuple(map(jnp.add, carry, sums)), losses if vocabulary.by_token else None
 
-    parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    sums, losses = scan_chunks(chunk, _zero_sums(weights, vocabulary), parts)
-    return (*sums, losses.reshape(-1)[: x.shape[0]]) if vocabulary.by_token else sums
+    start, arrays = _zero_sums(weights, vocabulary), (x, targets, weights)
+    sums, losses = scan_tokens(chunk, start, arrays, vocabulary.chunk)
+    return (*sums, losses) if vocabulary.by_token else sums
 
 
 def _zero_sums(weights: Array, vocabulary: Vocabulary) -> tuple[Array, ...]:
@@ -192,12 +192,13 @@ def _forward(
         total = tuple(map(jnp.add, carry[0], sums)), carry[1] + dkernel
         return total, (dx.astype(grad_dtype), losses if vocabulary.by_token else None)
 
-    parts = chunk_tokens((x, targets, weights), vocabulary.chunk)
-    start = _zero_sums(weights, vocabulary), zero_gradient(x, kernel)
-    (sums, dkernel), (dx, losses) = scan_chunks(chunk, start, parts)
-    dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
+    start, arrays = (
+        (_zero_sums(weights, vocabulary), zero_gradient(x, kernel)),
+        (x, targets, weights),
+    )
+    (sums, dkernel), (dx, losses) = scan_tokens(chunk, start, arrays, vocabulary.chunk)
     if vocabulary.by_token:
-        sums = (*sums, losses.reshape(-1)[: x.shape[0]])
+        sums = (*sums, losses)
     return sums, (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
 
 
@@ -222,8 +223,8 @@ def _chunk_loss(
     """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
     x [tokens, d_model], kernel [d_model, vocab_shard] -> (sums of `_linear_cross_entropy`, float32
-    [], equal over the axis; weighted loss of each token, float32 [tokens]; (gradient of the capped
-    logits and the soft cap's slope, float32 [tokens, vocab_shard])).
+    [], equal over the axis; weighted losses, float32 [tokens]; (gradient of the capped logits, soft
+    cap's slope, float32 [tokens, vocab_shard])).
     """
     axis, regularizers = vocabulary.axis, vocabulary.regularizers
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -285,10 +286,11 @@ def zero_gradient(x: Array, kernel: Array) -> Array:
     return collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
 
 
-def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-    """Split [tokens, ...] into [chunks, chunk, ...], padded with zeros (weight 0).
+def scan_tokens(body: Any, carry: Any, arrays: tuple[Array, ...], chunk: int) -> tuple[Any, Any]:
+    """Scan like `lax.scan` over chunks of arrays [tokens, ...]; outputs are [tokens, ...], too.
 
-    Chunks are smaller than `chunk` if that needs less padding: the fewest chunks, of equal size.
+    The last chunk is padded with zeros (weight 0). Chunks are smaller than `chunk` if that needs
+    less padding: the fewest chunks, of equal size. A single chunk needs no loop.
     """
     tokens = arrays[0].shape[0]
     size = min(chunk, tokens) if chunk else tokens
@@ -302,11 +304,7 @@ def chunk_tokens(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
             x = jnp.concatenate([x, jnp.zeros_like(x[:padding])])
         return x.reshape(-1, size, *x.shape[1:])
 
-    return tuple(cut(x) for x in arrays)
-
-
-def scan_chunks(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
-    """Scan over parts [chunks, ...] like `lax.scan`, but without a loop for a single chunk."""
-    if parts[0].shape[0] > 1:
-        return lax.scan(body, carry, parts)
-    return body(carry, tuple(x[0] for x in parts))
+    if size == tokens:
+        return body(carry, arrays)
+    carry, outputs = lax.scan(body, carry, tuple(map(cut, arrays)))
+    return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:tokens], outputs)

@@ -15,10 +15,9 @@ from jax import lax
 from jaxdist.core import collectives
 from jaxdist.core.losses import (
     Vocabulary,
-    chunk_tokens,
     head_gradients,
     logits_of,
-    scan_chunks,
+    scan_tokens,
     zero_gradient,
 )
 from jaxdist.core.softcap import slope_at
@@ -48,8 +47,7 @@ def top_tokens(head: TokenHead, count: int, axis: str | None = None, chunk: int 
         index = lax.top_k(joined(best), count)[1]
         return None, jnp.take_along_axis(joined(tokens), index, 1)
 
-    _, tokens = scan_chunks(search, None, chunk_tokens((x,), chunk))
-    tokens = tokens.reshape(-1, count)[: x.shape[0]]
+    _, tokens = scan_tokens(search, None, (x,), chunk)
     return tokens.reshape(*head.x.shape[:-1], count).astype(jnp.int32)
 
 
@@ -66,8 +64,7 @@ def outcome_logps(
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, temperature)[0]
 
-    _, logps = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
-    return logps.reshape(-1, logps.shape[-1])[: x.shape[0]]
+    return scan_tokens(chunk, None, (x, targets), vocabulary.chunk)[1]
 
 
 def _backward(vocabulary: Vocabulary, temperature: float, saved: Any, grads: Array) -> Any:
@@ -83,9 +80,9 @@ def _backward(vocabulary: Vocabulary, temperature: float, saved: Any, grads: Arr
         dx, dw = head_gradients(x, kernel, dlogits, vocabulary)
         return dkernel + dw, dx.astype(x.dtype)
 
-    parts = chunk_tokens((x, targets, grads), vocabulary.chunk)
-    dkernel, dx = scan_chunks(chunk, zero_gradient(x, kernel), parts)
-    return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel.astype(kernel.dtype), None
+    zero = zero_gradient(x, kernel)
+    dkernel, dx = scan_tokens(chunk, zero, (x, targets, grads), vocabulary.chunk)
+    return dx, dkernel.astype(kernel.dtype), None
 
 
 outcome_logps.defvjp(lambda *inputs: (outcome_logps(*inputs), inputs[:3]), _backward)

@@ -222,7 +222,6 @@ class Layout:
 
 
 def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` if a mesh axis would split two dims of the same array."""
     taken: dict[str, str] = {}
     for name in dims:
         axis = rules.get(name) if name else None

@@ -1,7 +1,6 @@
 """The state of a run between two steps, and its initialization on any mesh.
 
-`init_state` runs under `jit` with output shardings, so each device creates only its own shards. The
-values are bit-identical on every mesh (JAX's PRNG is partitionable).
+Each device creates its own shards, with the same bits on every mesh (JAX's PRNG is partitionable).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def init_state(
     copies: Collection[str] = (),
     params: Params | None = None,
 ) -> TrainState:
-    """Return a new state, with layers in the order of the model; devices create their own shards.
+    """Return a new state, with layers in the order of the model.
 
     Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
     shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups besides the

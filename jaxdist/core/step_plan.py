@@ -106,7 +106,6 @@ class StepPlan:
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
         gradient_barrier: use the gradients of a product's inputs only after both are computed.
         avoids_donation_copies: write averages, parameters and moments one after another.
-        avoids_zeroed_buffers: XLA does not zero memory that a loop overwrites.
         memory_bytes: GPU memory for XLA's scheduler; 0 = unknown, or a CPU.
     """
 
@@ -131,7 +130,6 @@ class StepPlan:
     avoids_donation_copies: bool
     orders_collectives: bool
     offload_optimizer: Offload
-    avoids_zeroed_buffers: bool
     memory_bytes: int
     reasons: Mapping[str, str]
 
@@ -255,7 +253,6 @@ def plan_step(
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
         offload_optimizer=train.offload,
-        avoids_zeroed_buffers=on_gpu,
         memory_bytes=0 if gpu is None else gpu.memory_bytes,
         reasons=reasons,
     )

@@ -1,7 +1,6 @@
 """Log-probabilities and entropy of each token, from a head with a possibly sharded vocabulary.
 
-Logits are in memory for one chunk of tokens at a time, and backward recomputes them: one head
-product more than in the fused cross-entropy of `losses.py`.
+Logits are in memory for one chunk of tokens at a time, and backward recomputes them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from jax import lax
 from jaxdist.core import collectives
 from jaxdist.core.losses import (
     Vocabulary,
-    chunk_tokens,
     head_gradients,
     logits_of,
-    scan_chunks,
+    scan_tokens,
     sum_over_tokens,
     zero_gradient,
 )
@@ -89,13 +87,10 @@ def _logps(
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Any]:
         return None, _chunk_logps(part[0], part[1], kernel, vocabulary, sampling)[:2]
 
-    _, outputs = scan_chunks(chunk, None, chunk_tokens((x, targets), vocabulary.chunk))
-    logps, entropy = (y.reshape(-1)[: x.shape[0]] for y in outputs)
-    return logps, entropy
+    return scan_tokens(chunk, None, (x, targets), vocabulary.chunk)[1]
 
 
 def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: Any) -> Any:
-    """Return the gradients of x [tokens, d_model] and of kernel [d_model, vocab_shard]."""
     x, kernel, targets = saved
 
     def chunk(dkernel: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -111,9 +106,9 @@ def _backward(vocabulary: Vocabulary, sampling: LogitFilter, saved: Any, grads: 
         dx, dw = head_gradients(x, kernel, dlogits, vocabulary)
         return dkernel + dw, dx.astype(x.dtype)
 
-    parts = chunk_tokens((x, targets, *grads), vocabulary.chunk)
-    dkernel, dx = scan_chunks(chunk, zero_gradient(x, kernel), parts)
-    return dx.reshape(-1, x.shape[-1])[: x.shape[0]], dkernel.astype(kernel.dtype), None
+    zero = zero_gradient(x, kernel)
+    dkernel, dx = scan_tokens(chunk, zero, (x, targets, *grads), vocabulary.chunk)
+    return dx, dkernel.astype(kernel.dtype), None
 
 
 _logps.defvjp(lambda *inputs: (_logps(*inputs), inputs[:3]), _backward)

@@ -60,8 +60,8 @@ Compute sums from the residual stream, inputs of `Context.enter` or a split prod
 
 
 BATCH_STATISTICS = "batch_statistics"
-"""Key in a head's sums for the batch statistics of running averages: a tree of float32 arrays
-without trained leaves, equal on all devices that split rows."""
+"""Key in a head's sums for the batch statistics of running averages: float32 arrays, equal on
+devices that split rows."""
 
 LAYER_SUM = "layer/"
 """Start of the names of sums with an element for each layer, float32 [num_layers, ...]."""

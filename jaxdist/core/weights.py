@@ -31,8 +31,8 @@ class ParameterGroup(NamedTuple):
         item: its name in a checkpoint.
         setting: the setting that adds it to a run.
         storage: dtype of its leaves; "" = that of the model.
-        is_average: it contains only trained leaves (`merged`), which each step moves towards the
-            model's; evaluation uses it. Other copies never change.
+        is_average: it has only trained leaves. Each step moves them towards the model's, and
+            evaluation uses them. Other copies never change.
     """
 
     item: str
@@ -56,7 +56,6 @@ class ParameterGroup(NamedTuple):
         return self._dtype(jnp.dtype(dims.storage)).itemsize
 
     def _dtype(self, stored: Any) -> Any:
-        """Return the dtype that the group's copy of an array of dtype `stored` has."""
         is_real = jnp.issubdtype(stored, jnp.floating)
         return jnp.dtype(self.storage) if self.storage and is_real else stored
 

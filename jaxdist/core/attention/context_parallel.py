@@ -8,8 +8,8 @@
 All except `all_gather` use one mechanism: all-to-all inside groups of `inner` devices, and a ring
 over the groups (`ring.py`). For `ring`, `inner` is 1; for `all_to_all`, there is one group.
 
-Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
-Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP".
+Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "Llama 3",
+section 3.3.2 (all-gather); Fang & Zhao 2024, "USP".
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class ExchangePlan(NamedTuple):
 
     Attributes:
         inner: number of neighbors that split heads during attention (all-to-all); 1 = none.
-        paired: permutes are exchanges between pairs. Pipelines need this, because their stages take
-            different branches, and a permute waits for all devices of the mesh.
+        paired: permutes are exchanges between pairs, for pipelines (`permute_in_pairs`).
     """
 
     exchange: Exchange
@@ -74,8 +73,8 @@ def plan_exchange(
     """Choose the exchange between `size` devices of the context axis; `setting` may be "auto".
 
     `heads` and `kv_heads` are those of one device before the exchange. `per_node` neighbors along
-    the axis share a node. `has_stages`: the layers run in a pipeline. Raises `ConfigError` if these
-    numbers do not allow the exchange that `setting` names.
+    the axis share a node. `has_stages`: the layers run in a pipeline. Raises `ConfigError` if the
+    exchange that `setting` names is impossible.
     """
     fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
     # Exchanges between pairs need a ring of even length.

@@ -1,8 +1,7 @@
 """cuDNN's fused attention through private operations of jax, and its use for packed documents.
 
-Only this module uses these operations. `jax.nn.dot_product_attention` does not support documents,
-and its gradient omits the contribution of the log-sum-exp. `forward` and `backward` must run inside
-`shard_map`, because XLA cannot shard the operations.
+`jax.nn.dot_product_attention` does not support documents, and its gradient omits the contribution
+of the log-sum-exp. XLA cannot shard these operations: call them inside `shard_map`.
 
 One call handles at most `DOCUMENTS` documents per row, because scratch memory grows with them.
 """

@@ -213,7 +213,6 @@ def _packed_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[s
 
 
 def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str]:
-    """Return the reasons why cuDNN cannot run on context-parallel rows."""
     assert plan.exchange is not None
     if plan.exchange.exchange == "all_gather":
         return ["cuDNN's causal mask has no positions of all gathered keys"]

@@ -6,8 +6,7 @@ share a power-of-two scale (E8M0). Forward and both backward products use this f
 nvfp4: in forward, inputs and weights are rounded to E2M1. Each 16 elements share a scale in E4M3,
 and the array has one more, a power of two. Both backward products use mxfp8 on unrounded inputs.
 
-Blocks are along the dims that a product contracts, which come last in memory. So an array is
-rounded again for each product. The last block is padded with zeros.
+Blocks are along the dims that a product contracts, so an array is rounded again for each product.
 
 A GPU multiplies the rounded elements (`jax.nn.scaled_matmul`). Other platforms multiply the values
 that they represent in the compute dtype, which is exact: E2M1 times E4M3 has six significant bits.

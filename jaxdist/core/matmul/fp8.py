@@ -4,8 +4,7 @@ Activations and weights are rounded to E4M3, and gradients of a product's result
 has one scale, computed from its largest magnitude.
 
 A GPU multiplies the 8-bit elements, accumulates in a wider dtype and scales the result. Other
-platforms multiply the values that they represent in the compute dtype. On a GPU, XLA would treat
-narrowing and widening as excess precision and remove the rounding.
+platforms multiply the values that they represent in the compute dtype.
 
 Scales are powers of two, so a value is rounded equally under every scale, except the smallest
 values (below 2^-14 of the largest in E4M3). Sharding of the rows therefore hardly changes results.

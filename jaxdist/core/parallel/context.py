@@ -125,7 +125,6 @@ def dropout_problem(size: int, rate: float) -> str:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return the traffic of keys, values, heads, document ids, and of keys' float32 gradients."""
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes

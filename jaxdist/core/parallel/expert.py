@@ -2,12 +2,10 @@
 
 For everything except experts it is another split of the rows, whose devices shard the matrices
 together with those of fsdp. A token is sent to the devices of its experts, and their outputs are
-sent back. The first exchange has a fixed size, `FACTOR` times that of a balanced router. If a
-device has more tokens for another one, all devices of the axis repeat the exchange until none is
-left: no token is dropped, however unbalanced the router is.
+sent back. An exchange has a fixed size, `FACTOR` times that of a balanced router. If a device has
+more tokens for another one, all devices of the axis repeat the exchange until none is left.
 
-Source: Lepikhin et al. 2020, "GShard", section 3.2 (experts over devices). Deviation: tokens above
-the capacity are sent in further rounds instead of being dropped.
+Source: Lepikhin et al. 2020, "GShard", section 3.2. Deviation: no token is dropped here.
 """
 
 from __future__ import annotations
@@ -202,7 +200,6 @@ def _problems(size: int, workload: Workload) -> list[str]:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Return the traffic of tokens to their experts and back, in every pass."""
     passes = sizes.num_forwards + 1 + sizes.recomputes
     num_bytes = FACTOR * sizes.experts_per_token * sizes.stream_bytes
     times = 2 * passes * sizes.sparse_layers * sizes.num_microbatches

@@ -1,8 +1,7 @@
 """The tensor axis: splits each layer over several devices. Contains the hooks that models call.
 
-`enter` precedes column-parallel products, `leave` follows row-parallel products. With sequence
-parallelism, activations between blocks are split by sequence: `leave` is a reduce-scatter instead
-of an all-reduce, and the next `enter` is an all-gather.
+`enter` precedes column-parallel products, `leave` follows row-parallel ones and is an all-reduce.
+With sequence parallelism `leave` is a reduce-scatter, and the next `enter` an all-gather.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", section 4.2.2.

@@ -59,7 +59,7 @@ def choose_options(
 
     Rejected options are logged. `make_state` returns shapes, dtypes and shardings of the state.
     """
-    if not plan.avoids_zeroed_buffers:
+    if plan.platform != "gpu":
         return ()
     candidates = [
         CompilerOption(NO_ZEROS, True, "buffers for saved activations are not zeroed first")

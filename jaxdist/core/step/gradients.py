@@ -179,7 +179,6 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:
-    """Add up sums over replicas and stages; all devices get the results."""
     axes = layout.loss_axes
     for name, value in sums.items():
         source = f"the sum {name!r} leaves {definition_of(model)}"
@@ -249,7 +248,6 @@ def make_evaluate(
 
 
 def _accumulate(microbatch: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
-    """Add up sums and gradients of a batch [rows, ...] over microbatches."""
     if num_microbatches == 1:
         return microbatch(batch)
     parts = data.split_microbatches(batch, num_microbatches)

@@ -1,8 +1,7 @@
 """Check of cuDNN's attention kernel before the first step.
 
 A process with devices of the mesh tries the kernel on one of them (`trials.py`). If one process
-rejects it, all do, because all must run the same program. If devices are only described, the
-program is compiled but not run, so there is no check.
+rejects it, all do, because all must run the same program.
 """
 
 from __future__ import annotations

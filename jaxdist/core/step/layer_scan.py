@@ -123,10 +123,7 @@ def make_layer(model: Model, layout: Layout, plan: StepPlan) -> Callable[..., tu
 
 
 class _QuantizedLayer(NamedTuple):
-    """A low-precision layer; takes (shards, rounded weights) where `make_layer` takes shards.
-
-    `round_weights` returns () for a format that quantizes weights after the all-gather.
-    """
+    """A low-precision layer; takes (shards, rounded weights) where `make_layer` takes shards."""
 
     round_weights: Callable[[Params], Any]
     layer: Callable[..., tuple[Array, Sums]]
@@ -136,23 +133,18 @@ def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _Quan
     """Make the low-precision layer between the first and the last; None if all are alike."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
-    if plan.matmul_dtype != "fp8":  # rounds weights after their all-gather
-        plain, dot = make_layer(model, layout, plan), _make_dot(layout, plan)
-
-        def scaled(
-            block: Any, both: Any, x: Array, index: Array, aux: Any, context: Context
-        ) -> Any:
-            return plain(block, both[0], x, index, aux, dataclasses.replace(context, dot=dot))
-
-        return _QuantizedLayer(lambda layers: (), scaled)
     axes = model.axes["layers"]
     specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     split = jax.tree.map(
         lambda spec: spec_over(spec, layout.manual_axes),
         fsdp.layer_specs(layout.param_specs(model.axes)["layers"]),
     )
+    # Other formats round weights after their all-gather.
+    is_fp8 = plan.matmul_dtype == "fp8"
     multiplies = jax.tree.map(
-        lambda dims, sides: sides.is_matrix and not dims.keeps_dtype, axes, sides_of(axes)
+        lambda dims, sides: is_fp8 and sides.is_matrix and not dims.keeps_dtype,
+        axes,
+        sides_of(axes),
     )
     dtypes = gathered_dtypes(axes, plan.compute_dtype)
     dot = _make_dot(layout, plan)

@@ -54,7 +54,7 @@ def make_row_values(
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
             values = values_of(output, rows, context)
-            return {name: _at_rows(own, rows, num_rows) for name, own in values.items()}
+            return {name: _at_rows(own, rows["rows"], num_rows) for name, own in values.items()}
 
         used = dataclasses.replace(model, objective=objective)
         if not adapters:
@@ -72,7 +72,6 @@ def with_row_losses(objective: Objective, num_rows: int) -> Objective:
     """
 
     def with_rows(output: TokenHead, batch: Batch, context: Context) -> Sums:
-        """Return the objective's `Sums`, and values of each row, float32 [num_rows]."""
         own: dict[str, Array] = {}
 
         def token_loss(*arguments: Any) -> Sums:
@@ -82,17 +81,16 @@ def with_row_losses(objective: Objective, num_rows: int) -> Objective:
 
         sums = dict(objective(output, batch, dataclasses.replace(context, token_loss=token_loss)))
         for name, value in own.items():
-            sums[name] = _at_rows(context.sum(value, "seq"), batch, num_rows)
+            sums[name] = _at_rows(context.sum(value, "seq"), batch["rows"], num_rows)
         return sums
 
     return with_rows
 
 
-def _at_rows(own: Array, rows: Batch, num_rows: int) -> Array:
-    """Return values [batch, ...] of this device's rows in their own elements, [num_rows, ...]."""
-    zeros = jnp.zeros((num_rows, *own.shape[1:]))
-    zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
-    return zeros.at[rows["rows"]].set(own)
+def _at_rows(own: Array, rows: Array, num_rows: int) -> Array:
+    """Return values [batch, ...] at these `rows` among zeros, [num_rows, ...]."""
+    zeros = jnp.zeros((num_rows, *own.shape[1:]), own.dtype)
+    return collectives.vary(zeros, tuple(collectives.varying_axes(own))).at[rows].set(own)
 
 
 def make_token_values(
@@ -112,14 +110,10 @@ def make_token_values(
         num_rows = batch["tokens"].shape[0] // layout.num_replicas
 
         def objective(output: TokenHead, rows: Batch, context: Context) -> Sums:
-            """Return the values of a microbatch among zeros, [num_rows, seq, ...] each."""
-            axes, sums = layout.batch_axes, {}
+            axes = layout.batch_axes
             index = rows["rows"] - (collectives.group_index(axes) * num_rows if axes else 0)
-            for name, own in values_of(output, rows, context).items():
-                zeros = jnp.zeros((num_rows, *own.shape[1:]), own.dtype)
-                zeros = collectives.vary(zeros, tuple(collectives.varying_axes(own)))
-                sums[name] = zeros.at[index].set(own)
-            return sums
+            values = values_of(output, rows, context)
+            return {name: _at_rows(own, index, num_rows) for name, own in values.items()}
 
         used = dataclasses.replace(model, objective=objective)
         count = math.gcd(num_rows, plan.accumulation)

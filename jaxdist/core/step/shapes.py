@@ -113,7 +113,6 @@ def schedule_problems(
 
 
 def _of_batches(batches: Sequence[str], seq_len: int) -> list[BatchStage]:
-    """Return the stages of a schedule of batch sizes."""
     stages: list[BatchStage] = []
     for at, rows in map(_parse, batches):
         step = _step(stages, at, seq_len) if stages else 0

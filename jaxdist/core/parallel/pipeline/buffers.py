@@ -88,8 +88,7 @@ class Instruction(NamedTuple):
         is_active: True if the stage has an action in this tick.
         virtual: index among the virtual stages of this stage.
         activation, cotangent, residual, output: buffer slots that the action uses, see `Lifetimes`;
-            the spare slot (after the last one) if it uses none. An idle stage has a residual slot
-            that is free, because it runs the action, too (`executor.py`).
+            the spare slot (after the last one) if it uses none, but in `residual` a free slot.
         activation_arrival, cotangent_arrival: slots, maybe spare, for what arrives after the tick.
     """
 

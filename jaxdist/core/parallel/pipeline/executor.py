@@ -6,8 +6,7 @@
    dropped: with a branch instead, XLA:GPU would copy all residuals and gradients in every tick.
    Only the embedding, the head and layers that not all stages have are optional (`run_if`). They
    may contain collectives over other axes, because those groups are within one stage.
-3. Exchanges come after the action, because a permute over the pipeline axis needs every stage. A
-   value that no stage needs is stored in the spare slot.
+3. Exchanges come after the action, because a permute over the pipeline axis needs every stage.
 """
 
 from __future__ import annotations

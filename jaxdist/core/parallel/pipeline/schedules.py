@@ -12,10 +12,8 @@ forwards would wait for backwards of other stages: for 4 stages and 16 microbatc
 39.6 % instead of 15.8 %. Schedules with split backwards (Qi et al. 2024, "Zero Bubble Pipeline
 Parallelism") have larger bubbles than interleaving at equal memory.
 
-References:
-    Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks".
-    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", section 2.2 (PipeDream-Flush and interleaving).
+References: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", section 2.2 (PipeDream-Flush and interleaving).
 """
 
 from __future__ import annotations

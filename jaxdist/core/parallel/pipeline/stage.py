@@ -118,8 +118,7 @@ def make_stage(
     """Build this device's stage: the layers of its virtual stages, and its microbatches.
 
     `params` are local shards, layers [layers of this stage, ...] in execution order; `batch` is
-    this replica's [rows, ...]. `layer_specs` name the axes over which stacked leaves are gathered:
-    once, by this function, if `gather` = "step", else in every action.
+    this replica's [rows, ...]. If `gather` = "step", it gathers the layers, by `layer_specs`.
     """
     layers = jax.tree.map(
         lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:]), params["layers"]

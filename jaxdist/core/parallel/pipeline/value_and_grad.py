@@ -147,7 +147,6 @@ class _Training:
         self.layers = self._layerwise(layer, policy, unroll)
 
     def run(self) -> State:
-        """Run the schedule; return the last state, with total gradients and sums."""
         handlers: dict[Kind, Handler] = {"forward": self._forward, "backward": self._backward}
         return run(self.schedule, handlers, self._first_state())
 
@@ -234,7 +233,6 @@ class _Training:
         return LayerwiseBackward(vjp, self.reduce_layer, unroll)
 
     def _first_state(self) -> State:
-        """Return empty buffers, and zero gradients and sums."""
         stage, layers = self.stage, self.stage.layers_of(self.example)
         _, slots = to_arrays(self.schedule)
         count = layers.indices.shape[0]
@@ -258,10 +256,8 @@ class _Training:
 
 
 def _float32(tree: Any) -> Any:
-    """Cast a tree of arrays [...] to float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _add(total: Any, part: Any) -> Any:
-    """Add parts [...] to totals [...], in the dtypes of the totals."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)

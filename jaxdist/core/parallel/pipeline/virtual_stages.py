@@ -257,7 +257,6 @@ def _is_stacked(path: Any, x: Any, split: LayerSplit) -> bool:
 def _mover(
     mesh: Any, exchanges: tuple[_Exchange, ...], split: LayerSplit, to_model: bool
 ) -> Callable[..., Any]:
-    """Make the compiled exchange of arrays [layers, ...]."""
     padded = split.is_padded
 
     def leaf(x: Array, exchange: _Exchange) -> Array:
