@@ -29,7 +29,7 @@ from jaxdist.core.weights import GROUPS, merged, trained
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything that a step reads and writes.
+    """The arrays of a run that a step changes, and its key.
 
     Attributes:
         step: int32 [], number of completed optimizer steps.

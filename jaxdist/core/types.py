@@ -345,9 +345,9 @@ Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 """(output of the head, this device's rows of one microbatch, context) -> Sums.
 
 Optional attributes: `rows_per_example` is the number of adjacent rows per example, by default 1.
-`prepare` is called with the global batch before the differentiated pass: (batch, logps) ->
-batch with more fields [rows, ...]. Its `logps` maps (batch, adapters=True) to the summed
-log-probability of each row's targets, float32 [rows]. `unit` names what `weight` counts."""
+`prepare` is called first: (global batch, logps) -> batch with more fields [rows, ...]. Its `logps`
+maps (batch, adapters=True) to the summed log-probability of each row's targets with a weight above
+0, float32 [rows]. `unit` names what `weight` counts."""
 
 
 def rows_per_example(objective: Objective | None) -> int:

@@ -116,7 +116,7 @@ def balanced(
 
 
 MOST = 10
-"""More virtual stages hardly reduce the bubble, and exchange activations more often."""
+"""Maximum number of virtual stages per stage; more hardly reduce the bubble."""
 
 _LOOP = 0.1
 """Time of an iteration of the loop over layers without its layers, relative to a layer.
