@@ -124,31 +124,32 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     here = os.path.abspath(os.path.expanduser(file))
     is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
     file = here if is_file else _with_commit(file, directory)
-    start = run.init_from
-    if run.lora.rank and start and not (is_url(start) or hub.is_hub_name(start)):
-        start = os.path.abspath(os.path.expanduser(start))  # each start reads it again
-    objective = run.objective
-    teacher = objective.teacher and _with_commit(objective.teacher, directory)
-    if teacher and not (is_url(teacher) or hub.is_hub_name(teacher)):
-        teacher = os.path.abspath(os.path.expanduser(teacher))
+    teacher = _lasting(run.objective.teacher, directory)
+    # With adapters, each start reads `init_from` again.
+    start = (_lasting if run.lora.rank else _with_commit)(run.init_from, directory)
+    pinned = lambda source: _with_set_commit(source, directory)
     run = dataclasses.replace(
         run,
-        init_from=_with_commit(start, directory),
-        objective=dataclasses.replace(objective, teacher=teacher),
+        init_from=start,
+        objective=dataclasses.replace(run.objective, teacher=teacher),
         data=dataclasses.replace(
             run.data,
             tokenizer=file,
-            sources=[_with_set_commit(source, directory) for source in run.data.sources],
+            sources=[pinned(source) for source in run.data.sources],
             eval_sources=[
-                f"{name}={source}" if name else source
-                for name, source in (
-                    (name, _with_set_commit(source, directory))
-                    for name, source in run.data.eval_sets
-                )
+                f"{name}={pinned(source)}" if name else pinned(source)
+                for name, source in run.data.eval_sets
             ],
         ),
     )
     return _with_text_format(run, _table_of(directory)) if directory else run
+
+
+def _lasting(path: str, directory: str) -> str:
+    """Return the absolute path of a file or folder; of other texts `_with_commit`."""
+    if path and not (is_url(path) or hub.is_hub_name(path)):
+        return os.path.abspath(os.path.expanduser(path))
+    return _with_commit(path, directory)
 
 
 def _with_commit(name: str, directory: str) -> str:

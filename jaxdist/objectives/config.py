@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Objective
 from jaxdist.objectives.distillation import NUM_TOKENS, Distillation
-from jaxdist.objectives.preference import COMPARED, Preference
+from jaxdist.objectives.preference import COMPARED, PAIRED, Preference
 from jaxdist.objectives.reward import Reward
 from jaxdist.settings import setting
 
@@ -112,7 +112,7 @@ class ObjectiveConfig:
     def run_problems(
         self, *, records: str, reads: str, num_labels: int, has_adapters: bool
     ) -> list[str]:
-        """Return error messages for conflicts with a run; the model reads "text" or "images"."""
+        """Return error messages for conflicts with a run; `reads` is that of its model."""
         problems = []
         if bool(self.teacher) != self.distills:
             fix = "Name the model to learn from" if self.distills else "Leave it out"
@@ -125,46 +125,34 @@ class ObjectiveConfig:
                 f"objective.undesirable_weight={self.undesirable_weight:g} with "
                 f"objective.kind={self.kind}: only kto uses them. Use kto, or leave them out."
             )
-        needs = {"reward": (1, "preference")}.get(self.kind, (0, ""))
-        if self.kind == "cross_entropy" and (num_labels > 1 or records == "text_label"):
-            needs = max(2, num_labels), "text_label"
-        if num_labels != needs[0]:
-            fix = "the number of classes" if needs[0] > 1 else str(needs[0])
+        classifies = self.kind == "cross_entropy" and (num_labels > 1 or records == "text_label")
+        labels = max(2, num_labels) if classifies else int(self.kind == "reward")
+        if num_labels != labels:
+            fix = "the number of classes" if classifies else str(labels)
             problems.append(
                 f"model.num_labels={num_labels} with objective.kind={self.kind} and "
                 f"data.records={records}. Set model.num_labels to {fix}."
             )
-        if needs[1] and records != needs[1]:
-            problems.append(
-                f"objective.kind={self.kind} with model.num_labels={num_labels} and "
-                f"data.records={records}. Set data.records={needs[1]}."
-            )
-        if needs[1]:
-            return problems
-        needed = "labeled" if self.kind == "kto" else "preference"
-        if self.distills or self.kind == "cross_entropy":
+        needed = "text_label" if classifies else "labeled" if self.kind == "kto" else "preference"
+        if self.distills or (self.kind == "cross_entropy" and not classifies):
             if records in ("preference", "labeled"):
                 kinds = "kto" if records == "labeled" else "dpo, ipo, orpo, simpo or reward"
                 problems.append(
                     f"data.records={records} with objective.kind={self.kind}, which learns from "
                     f"single texts. Set objective.kind to {kinds}."
                 )
-            if self.distills and reads != "text":
-                problems.append(
-                    f"objective.kind={self.kind} with a model of {reads}. Use a decoder."
-                )
-            return problems
-        if reads != "text":
-            problems.append(
-                f"objective.kind={self.kind} with a model of {reads}: it compares texts. Use a "
-                "decoder, or objective.kind=cross_entropy."
-            )
         elif records != needed:
             problems.append(
-                f"objective.kind={self.kind} with data.records={records}. "
-                f"Set data.records={needed}."
+                f"objective.kind={self.kind} with model.num_labels={num_labels} and "
+                f"data.records={records}. Set data.records={needed}."
             )
-        if self.reference == "adapter_off" and not has_adapters:
+        compares = self.kind in (*COMPARED, *PAIRED)
+        if (compares or self.distills) and reads != "text":
+            problems.append(
+                f"objective.kind={self.kind} needs a model that reads text. Use a decoder, or "
+                "objective.kind=cross_entropy."
+            )
+        if compares and self.reference == "adapter_off" and not has_adapters:
             problems.append(
                 "objective.reference=adapter_off without adapters. Set lora.rank, or use "
                 "precomputed."

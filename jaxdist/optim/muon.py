@@ -72,10 +72,7 @@ def scale_by_muon(
             optax.tree.bias_correction(grads, beta, step),
         )
         direction = functools.partial(_direction, eps=config.eps)
-        if shardings is None:
-            updates = jax.tree.map(direction, ahead, sides)
-        else:
-            updates = jax.tree.map(direction, ahead, sides, shardings)
+        updates = jax.tree.map(direction, ahead, sides, *[] if shardings is None else [shardings])
         return updates, MuonState(step, optax.tree.cast(momentum, config.rule_dtype))
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # our state

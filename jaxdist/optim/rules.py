@@ -36,12 +36,15 @@ def make_optimizer(
     moving = jax.tree.map(lambda dims: dims.update != "none", axes)
     if all(jax.tree.leaves(moving)):
         return _chain(config, axes, shardings)
-    punch = lambda tree: jax.tree.map(
-        lambda moves, leaf: leaf if moves else optax.MaskedNode(), moving, tree
-    )
-    placed = None if shardings is None else punch(shardings)
-    rule = optax.masked(_chain(config, punch(axes), placed), moving)
-    return _without_holes(optax.chain(rule))
+    inner = _chain(config, _masked(moving, axes), _masked(moving, shardings))
+    return _without_holes(optax.chain(optax.masked(inner, moving)))
+
+
+def _masked(mask: Params, tree: Any) -> Any:
+    """Return `tree` with a `MaskedNode` for each leaf whose `mask` is False; None for None."""
+    if tree is None:
+        return None
+    return jax.tree.map(lambda keeps, x: x if keeps else optax.MaskedNode(), mask, tree)
 
 
 def _chain(
@@ -112,11 +115,8 @@ def _muon(
     """Make Muon for hidden matrices, and AdamW for all other parameters."""
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
-    hidden = lambda tree: jax.tree.map(
-        lambda is_hidden, leaf: leaf if is_hidden else optax.MaskedNode(), is_hidden, tree
-    )
-    placed = None if shardings is None else hidden(shardings)
-    muon = scale_by_muon(config, hidden(sides_of(axes)), placed)
+    sides = _masked(is_hidden, sides_of(axes))
+    muon = scale_by_muon(config, sides, _masked(is_hidden, shardings))
     momentum = {"momentum": Moment(config.momentum, 1 - config.momentum)}
     muon = _stored(muon, config, axes, momentum)
     both = optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))

@@ -232,7 +232,7 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Return findings: the bandwidth of an axis, and groups with wrong or slow all-reduces.
+    """Return findings: the bandwidth of an axis, wrong groups, and up to four slow ones.
 
     `num_bytes` are per device, `hosts` by process id; `moves` describes the data that a run
     exchanges over the axis.
@@ -267,7 +267,16 @@ def check_axis(
     if simulated:
         return [*results, ok(check, text + " (through CPU memory)", **numbers)]
     by_name = {_names(g, hosts): speed for g, speed in zip(groups, speeds, strict=True)}
-    results += _slow_groups(check, by_name, typical)
+    slow = sorted((speed, name) for name, speed in by_name.items() if speed < _SLOW * typical)
+    results += [
+        warning(
+            check,
+            f"{name}: all-reduces reach {rate(speed)}, those of other groups {rate(typical)}",
+            "every step waits for them: check their links (nvidia-smi nvlink --status, ibstat), or "
+            "leave them out",
+        )
+        for speed, name in slow[:4]
+    ]
     link = 0.0  # bytes per second of the link between the members
     if gpu := gpu_of(device_kind):
         is_one_host = len({hosts[process] for process, _ in groups[0].members}) == 1
@@ -282,20 +291,6 @@ def check_axis(
             )
         )
     return [(note if results else ok)(check, text, **numbers), *results]
-
-
-def _slow_groups(check: str, speeds: Mapping[str, float], typical: float) -> list[Finding]:
-    """Return warnings for up to four slow groups; `speeds` maps their names to bytes/s."""
-    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * typical)
-    return [
-        warning(
-            check,
-            f"{name}: all-reduces reach {rate(speed)}, those of other groups {rate(typical)}",
-            "every step waits for them: check their links (nvidia-smi nvlink --status, ibstat), or "
-            "leave them out",
-        )
-        for speed, name in slow[:4]
-    ]
 
 
 def _names(group: DeviceGroup, hosts: Sequence[str]) -> str:
