@@ -492,7 +492,7 @@ def test_config_reports_all_problems_at_once():
         tokenizer="nowhere.json",
         eval_sources=["nothing"],
     ).problems()
-    words = ["nowhere'", "'nothing'", "weights has 1", "tokenizer="]
+    words = ["nowhere'", "'nothing'", "weights: 1 numbers", "tokenizer="]
     assert len(problems) == len(words)
     for problem, word in zip(problems, words, strict=True):
         assert word in problem
