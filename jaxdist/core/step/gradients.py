@@ -124,23 +124,18 @@ def _make_pipeline(
     model: Model, layout: Layout, plan: StepPlan
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the pipelined version of `_make_accumulation`, for this replica's batch [rows, ...]."""
-    num_stages, remat, stages = layout.size(PIPELINE), plan.remat, plan.pipeline
     return pipeline_train.make_pipeline_value_and_grad(
         make_forward(model, layout, plan),
         layout,
-        lambda rows: stages.make_schedule(
-            num_stages=num_stages,
+        plan,
+        lambda rows: plan.pipeline.make_schedule(
+            num_stages=layout.size(PIPELINE),
             rows=rows,
             num_microbatches=plan.num_microbatches,
             rows_per_example=rows_per_example(model.objective),
         ),
-        split=plan.layers,
-        layer=make_layer(model, layout, plan),
-        policy=None if remat == "none" else remat_policy(remat),
-        unroll=plan.layers_per_body,
-        gather=stages.gather,
-        reduce_dtype=plan.microbatch_reduce_dtype,
-        as_loops=not plan.orders_collectives,
+        make_layer(model, layout, plan),
+        None if plan.remat == "none" else remat_policy(plan.remat),
     )
 
 
@@ -217,12 +212,11 @@ def make_evaluate(
         evaluate = pipeline_evaluate.make_pipeline_evaluate(
             forward,
             layout,
+            plan,
             lambda rows: stages.make_evaluation_schedule(
                 num_stages=num_stages, rows=rows, rows_per_example=rows_per_example(model.objective)
             ),
-            split=plan.layers,
-            layer=make_layer(model, layout, plan),
-            gather=stages.gather,
+            make_layer(model, layout, plan),
         )
     else:
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
@@ -23,8 +21,8 @@ from jaxdist.core.parallel.pipeline.executor import (
 from jaxdist.core.parallel.pipeline.layerwise_backward import over_layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, zeros
-from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.sharding import Layout
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Batch, Context, Params, Sums, add_sums
 from jaxdist.core.weights import merged
 
@@ -32,34 +30,20 @@ from jaxdist.core.weights import merged
 def make_pipeline_evaluate(
     forward: ForwardPass,
     layout: Layout,
+    plan: StepPlan,
     make_schedule: Callable[[int], Schedule],
-    *,
-    split: LayerSplit,
     layer: Callable[..., tuple[Array, Sums]],
-    gather: Literal["action", "step"] = "action",
 ) -> Callable[[Params, Batch, Context], Sums]:
     """Make the pipelined evaluation, for use inside the manual step.
 
     `make_schedule` maps the number of rows of a replica to a forward-only schedule. `layer` is that
-    of training, and does not gather with `gather` = "step". The returned function computes the
-    `Sums` of the replica's batch [rows, ...], on the stages that run the layers and the head.
+    of training. The returned function computes the `Sums` of the replica's batch [rows, ...], on
+    the stages that run the layers and the head.
     """
-    gathered = layout.gather_specs(forward.model.axes)["layers"]
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
-        stage = make_stage(
-            forward,
-            schedule,
-            params,
-            batch,
-            context,
-            split=split,
-            layer_specs=gathered,
-            gather=gather,
-            reduce_dtype=jnp.float32,  # unused: evaluation has no gradients
-        )
-        return _run(stage, layer)
+        return _run(make_stage(forward, layout, plan, schedule, params, batch, context), layer)
 
     return evaluate
 

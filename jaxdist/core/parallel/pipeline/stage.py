@@ -19,6 +19,8 @@ from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import Array, Batch, Context, Params, Sums
 from jaxdist.core.weights import frozen, gathered_dtypes, merged, trained
 
@@ -104,35 +106,33 @@ class Stage:
 
 def make_stage(
     forward: ForwardPass,
+    layout: Layout,
+    plan: StepPlan,
     schedule: Schedule,
     params: Params,
     batch: Batch,
     context: Context,
     *,
-    split: LayerSplit,
-    layer_specs: Any,
-    gather: str,
-    reduce_dtype: Any,
     as_loops: bool = False,
 ) -> Stage:
     """Build this device's stage: the layers of its virtual stages, and its microbatches.
 
     `params` are local shards, layers [layers of this stage, ...] in execution order; `batch` is
-    this replica's [rows, ...]. If `gather` = "step", it gathers the layers, by `layer_specs`.
+    this replica's [rows, ...]. For `as_loops` see `run_if`.
     """
     layers = jax.tree.map(
         lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:]), params["layers"]
     )
-    if gather == "step":
-        dtypes = gathered_dtypes(forward.model.axes["layers"], context.dtype)
-        layers = fsdp.gather(
-            layers, of_virtual_stages(layer_specs), dtypes, reduce_dtype=reduce_dtype
-        )
+    if plan.pipeline.gather == "step":
+        axes = forward.model.axes["layers"]
+        specs = of_virtual_stages(layout.gather_specs(axes))
+        dtypes = gathered_dtypes(axes, context.dtype)
+        layers = fsdp.gather(layers, specs, dtypes, reduce_dtype=plan.microbatch_reduce_dtype)
     outer = {name: tree for name, tree in params.items() if name != "layers"}
     return Stage(
         forward=forward,
         schedule=schedule,
-        split=split,
+        split=plan.layers,
         context=context,
         layers=layers,
         outer=forward.gather(outer),

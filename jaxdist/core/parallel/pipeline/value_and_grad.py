@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,8 @@ from jaxdist.core.parallel.pipeline.layer_vjp import layer_vjp
 from jaxdist.core.parallel.pipeline.layerwise_backward import LayerwiseBackward
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, of_virtual_stages, zeros
-from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.sharding import Layout
+from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
     TRAINED,
     Array,
@@ -53,21 +53,16 @@ from jaxdist.core.weights import merged, trained
 def make_pipeline_value_and_grad(
     forward: ForwardPass,
     layout: Layout,
+    plan: StepPlan,
     make_schedule: Callable[[int], Schedule],
-    *,
-    split: LayerSplit,
     layer: Callable[..., tuple[Array, Sums]],
-    policy: Callable[..., bool] | None = None,
-    unroll: int = 1,
-    gather: Literal["action", "step"] = "action",
-    reduce_dtype: Any = jnp.float32,
-    as_loops: bool = False,
+    policy: Callable[..., bool] | None,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Make the pipelined computation of sums and local gradients, for use inside the manual step.
 
     `layer` is (block, shards, x, index in the model, aux, context) -> (x, Sums); it does not gather
-    with `gather` = "step". `policy` selects the residuals of a layer, as in `jax.checkpoint`; None
-    = those of `layer_vjp.py`. A loop runs `unroll` layers per iteration. `as_loops`: see `run_if`.
+    if weights are gathered once per step. `policy` selects the residuals of a layer, as in
+    `jax.checkpoint`; None = those of `layer_vjp.py`.
 
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
     (sums, gradients). Layers are in execution order (`virtual_stages.py`). Sums are on the stages
@@ -82,6 +77,7 @@ def make_pipeline_value_and_grad(
     layer_specs = fsdp.layer_specs(specs["layers"])
     layer_micro_specs = fsdp.layer_specs(micro_specs["layers"])
     axes = layout.summed_axes
+    gather, reduce_dtype = plan.pipeline.gather, plan.microbatch_reduce_dtype
 
     def reduce_layer(grads: Params) -> Params:
         if gather == "step":
@@ -93,19 +89,9 @@ def make_pipeline_value_and_grad(
     ) -> tuple[Sums, Params]:
         """Return (sums, local gradients) of this replica's batch [rows, ...]; scale float32 []."""
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
-        stage = make_stage(
-            forward,
-            schedule,
-            params,
-            batch,
-            context,
-            split=split,
-            layer_specs=layout.gather_specs(forward.model.axes["layers"]),
-            gather=gather,
-            reduce_dtype=reduce_dtype,
-            as_loops=as_loops,
-        )
-        state = _Training(stage, layer, policy, unroll, reduce_layer, scale).run()
+        parts = (forward, layout, plan, schedule, params, batch, context)
+        stage = make_stage(*parts, as_loops=not plan.orders_collectives)
+        state = _Training(stage, layer, policy, plan.layers_per_body, reduce_layer, scale).run()
         layer_grads = state.gradients["layers"]
         if gather == "step":
             layer_grads = fsdp.scatter(
