@@ -314,7 +314,7 @@ def with_start(tree: Any) -> Any:
 
 
 def merge(tree: Any) -> Any:
-    """Return parameters [layers, ...]; those with adapters or blocks are merged, in float32."""
+    """Return dense parameters [layers, ...]; adapted and quantized ones become float32."""
 
     def dense(w: Any) -> Any:
         if isinstance(w, BlockWeight):

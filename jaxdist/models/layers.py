@@ -298,7 +298,7 @@ def look_up(table: Array, index: Array, dtype: Any) -> Array:
 
 
 def look_up_tokens(table: Any, tokens: Array, context: Context) -> Array:
-    """Return rows [batch, seq, d_model] of a table [vocab, d_model]; 0 for others' tokens."""
+    """Return rows [batch, seq, d_model] of a shard [vocab, d_model]; 0 for tokens of others."""
     base = table.base if isinstance(table, TokenRows) else table
     local = tokens - context.tensor_index() * base.shape[0]
     here = (local >= 0) & (local < base.shape[0])

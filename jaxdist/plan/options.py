@@ -32,16 +32,13 @@ class PlanConfig(RunConfig):
     hardware: str = setting(
         "",
         'TOML file with a table for each of your own GPU types: [our-h100], like = "h100" and the '
-        "values that differ, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; "
-        "an error lists the valid keys",
+        "values that differ, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9",
     )
     tokens: float = setting(
         0.0, "tokens (or images) of the complete run, e.g. 1e12; 0 = those of train.steps", ge=0
     )
     deadline: str = setting(
-        "",
-        "longest duration of the run: 14d (or 14), 36h, 2w; advice names GPUs that meet it; "
-        "empty = no deadline",
+        "", "longest duration of the run, e.g. 14d, 36h or 2w, for advice on GPUs; empty = none"
     )
     budget: float = setting(0.0, "highest cost of the run in USD; 0 = no limit", ge=0)
     price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = that of the GPU type", ge=-1)
@@ -69,8 +66,7 @@ class PlanConfig(RunConfig):
     )
     restart_s: float = setting(
         -1.0,
-        "seconds from a failure to the next attempt's first step; -1 = estimated: detection, "
-        "another host, and a restart of this size",
+        "seconds from a failure to the next attempt's first step; -1 = estimated",
         ge=-1,
     )
     compile: bool = setting(

@@ -222,9 +222,9 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
     if kind == "summed twice" and (last := next(moves, None)) is not None:
         kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
     line = line_of(alarm.equation)
-    if line is not None and is_own(line):  # prefer a line in the user's own model
-        model_lines = (model_line(equation) for equation in made)
-        line = next((other for other in model_lines if other and not is_own(other)), line)
+    if line is not None and line.file.startswith(OWN):  # prefer a line in the user's own model
+        model_lines = filter(None, map(model_line, made))
+        line = next((other for other in model_lines if not other.file.startswith(OWN)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
     value = gradient or names.parameter(inputs_reached(path, [alarm.operand]))
     value = value or f"a value {alarm.operand.aval.str_short()}"
@@ -437,8 +437,3 @@ def model_line(equation: Any) -> SourceLine | None:
     # Exclude the callers that trace the step.
     of_step = lines[: inside[-1]] if inside else lines
     return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
-
-
-def is_own(line: SourceLine) -> bool:
-    """Return True if a line belongs to the package."""
-    return line.file.startswith(OWN)

@@ -39,7 +39,7 @@ def keys_seen(job: Job) -> float:
 
 
 def imbalance(job: Job) -> float:
-    """Return (keys of the busiest device / mean) − 1, of packed rows for random documents."""
+    """Return the load imbalance of attention: (keys of the busiest device / mean) − 1."""
     plan = job.plan.exchange
     if plan is None or job.decoder is None:
         return 0.0

@@ -154,7 +154,7 @@ def run_cost(
 
 
 def break_even(saving: CheckpointCost, *, price_share: float) -> float:
-    """Return the interruptions per day that cost as much as `price_share` of the price saves."""
+    """Return the interruptions per day above which GPUs at `price_share` of the price cost more."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

@@ -15,7 +15,6 @@ from jaxdist.config.teacher import teacher_of, teacher_problems
 from jaxdist.core.attention import choose_kernel
 from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.axis import axes_of
-from jaxdist.core.forward import row_chunks
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.context import CONTEXT
@@ -216,11 +215,6 @@ class Job:
     def micro_rows(self) -> int:
         """Rows per microbatch on one replica."""
         return max(1, self.rows // self.num_microbatches)
-
-    @property
-    def num_row_chunks(self) -> int:
-        """Number of row chunks of a microbatch that the layers process concurrently."""
-        return row_chunks(self.micro_rows, self.plan.max_row_chunks)
 
     @property
     def tokens(self) -> int:

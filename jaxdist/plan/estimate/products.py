@@ -84,7 +84,7 @@ def busy_share(shape: Shape, num_sms: int, half_inner: float) -> float:
     best = max(
         (rows * columns / (256 * 128)) ** _SMALL_TILE
         * m * n
-        / (_waves(m, n, rows, columns, num_sms) * num_sms * rows * columns)
+        / (math.ceil(-(-m // rows) * -(-n // columns) / num_sms) * num_sms * rows * columns)
         for rows, columns in _TILES
     )  # fmt: skip
     return best * k / (k + half_inner)
@@ -95,10 +95,6 @@ def half_inner(gpu: Gpu) -> float:
     peaks = gpu.peak_flops
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks["float32"]
     return _EXPOSED_WRITES * peak / gpu.memory_bandwidth
-
-
-def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
-    return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / num_sms)
 
 
 def rate(job: Job, peak: float, dtype: str) -> float:

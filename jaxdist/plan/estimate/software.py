@@ -1,4 +1,4 @@
-"""Efficiency of the kernels of our compiled step; others are in `published_engine.py`.
+"""Efficiency of the kernels of our compiled step; for others see `scripts/bench`.
 
 References:
     Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+from jaxdist.core.forward import row_chunks
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.weights import GROUPS
@@ -94,6 +95,7 @@ def estimate_time(job: Job) -> StepTime:
     others = MEASURED["long or split rows" if is_long else "other trainers"]
     work = orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
+    fetched = job.num_microbatches * job.layers_per_stage * costs_of(job).offloaded_per_layer()
     parts = {
         "products": products_s,
         "attention": attention_s,
@@ -102,7 +104,8 @@ def estimate_time(job: Job) -> StepTime:
         "optimizer": rates.seconds(optimizer_work(job))
         + (work / products.rate(job, peak, "float32") if work else 0.0),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
-        "activations from host memory": _fetched(job) / HOST_BYTES_PER_S,
+        # Backward of each layer fetches its own first; copies to the host overlap with forward.
+        "activations from host memory": fetched / HOST_BYTES_PER_S,
         "moments to and from the disk": 2 * disk_bytes(job) / job.cluster.disk_bytes_per_s,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
@@ -179,12 +182,6 @@ def _attention_share(job: Job) -> float:
 
 def _moved_moments(job: Job) -> float:
     return 2 * moment_bytes(job) if job.config.train.offload == "host" else 0.0
-
-
-def _fetched(job: Job) -> float:
-    """Return the bytes of offloaded activations, which backward of each layer fetches first."""
-    passes = job.num_microbatches * job.layers_per_stage
-    return passes * costs_of(job).offloaded_per_layer()
 
 
 def _peak(job: Job) -> float:
@@ -316,7 +313,8 @@ def _exposed(
 
 def _beside_rows(job: Job) -> float:
     software = job.engine.software
-    return software.hidden_in_groups if job.num_row_chunks > 1 else software.hidden_in_tensor
+    chunks = row_chunks(job.micro_rows, job.plan.max_row_chunks)
+    return software.hidden_in_groups if chunks > 1 else software.hidden_in_tensor
 
 
 def _beside_ring(job: Job, attention_s: float) -> float:

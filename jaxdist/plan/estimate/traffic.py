@@ -129,7 +129,8 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
     """Yield (weights, mesh axes that reduce their gradients besides those of fsdp and ZeRO)."""
     groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
     for weight in job.trained:
-        if _is_sharded_kind(job, weight) == sharded:
+        is_matrix = len(weight.dims) - weight.is_stacked > 1
+        if (is_matrix and job.gathered_dim(weight) >= 0) == sharded:
             groups.setdefault((weight.is_stacked, job.axes(weight, "param")), []).append(weight)
     for (_, splits), weights in sorted(groups.items(), reverse=True):
         yield weights, tuple(axis for axis in _summed(job, "split") if axis not in splits)
@@ -138,11 +139,6 @@ def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[st
 def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
     used = job.layout.summed_axes
     return tuple(a.name for a in mesh_axes.AXES if a.name in used and a.weights in kinds)
-
-
-def _is_sharded_kind(job: Job, weight: Weight) -> bool:
-    """Return True if fsdp and ZeRO shard a weight: a matrix with a dim that they can shard."""
-    return job.gathered_dim(weight) >= 0 and len(weight.dims) - weight.is_stacked > 1
 
 
 def _activations(job: Job) -> Iterator[Moved]:
