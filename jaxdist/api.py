@@ -78,7 +78,7 @@ def train(
         ConfigError: wrong arguments or settings.
         Stopped: losses or weights are bad, and the policy ends the run.
         CorruptState: copies of a value on several devices differ, and the policy ends the run.
-        CheckpointError: a checkpoint could not be restored, or too many, or the last, not saved.
+        CheckpointError: a restore failed, too many saves in a row failed, or the last one did.
         KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
     """
     config, values = _begin(config, settings)

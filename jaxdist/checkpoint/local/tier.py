@@ -78,6 +78,7 @@ class LocalTier:
     def __init__(self, directory: Location, config: CheckpointConfig, events: EventLog) -> None:
         self._directory, self._config, self._events = directory, config, events
         self._group = make_group()
+        self._me = self._group.process_id
         self._background = make_group()  # its own group, because each thread needs one
         run, resumed_from, self._secret = self._group.decide(self._read_lineage)
         self._lineage = Lineage(run, resumed_from)
@@ -93,10 +94,6 @@ class LocalTier:
         self._domains: list[FailureDomain] = []  # process 0: of each process
         self._peers: list[Peer] = []  # process 0
         self._open()
-
-    @property
-    def _me(self) -> int:
-        return self._group.process_id
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -311,7 +308,8 @@ class LocalTier:
                 here = save in self._store.held()
                 own = source._replace(process=self._me)
                 problem = self._fetch_verified(save, own if here else source)
-            failed = self._group.decide_from([problem, source, needs], _with_problem)
+            with_problem = lambda replies: [reply for reply in replies if reply[0]]
+            failed = self._group.decide_from([problem, source, needs], with_problem)
             for problem, (process, host, *_), of in failed:
                 if process == self._me:
                     broken.add(Save(generation, step, of))
@@ -422,10 +420,6 @@ class LocalTier:
                 self._peers.append(Peer(process, host, *at))
 
         self._group.decide_from([domain.rack, domain.host, address, port, problem], check)
-
-
-def _with_problem(replies: list[list[Any]]) -> list[list[Any]]:
-    return [reply for reply in replies if reply[0]]
 
 
 def name_of(leaf: int, piece: int) -> str:

@@ -30,7 +30,7 @@ from jaxdist.runtime.storage.location import (
     open_regular,
     remove_empty,
 )
-from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, problem_of
+from jaxdist.runtime.storage.objects import REQUESTS, ObjectLocation, canonical, is_url, url_problem
 from jaxdist.runtime.storage.parts import Mirror, flush_appended
 from jaxdist.settings.declare import ConfigError
 
@@ -49,11 +49,6 @@ def locate(path: str | os.PathLike[str]) -> Location:
 def read_url(url: str) -> bytes:
     """Return the content of an object; raises `OSError`, or `ConfigError` for a wrong URL."""
     return locate(url).read()
-
-
-def url_problem(path: str | os.PathLike[str]) -> str:
-    """Return why a URL cannot be used; "" if it can be used or is a path of a file system."""
-    return problem_of(path) if is_url(path) else ""
 
 
 def file_system_problem(path: str | os.PathLike[str], what: str) -> str:

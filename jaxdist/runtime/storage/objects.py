@@ -62,9 +62,11 @@ def canonical(path: str | os.PathLike[str]) -> str:
     return re.sub("^([a-z0-9+]+):/+(.*?)/*$", r"\1://\2", os.fspath(path))
 
 
-def problem_of(url: str | os.PathLike[str]) -> str:
+def url_problem(path: str | os.PathLike[str]) -> str:
     """Return why a URL cannot be used, or ""; raises `OSError` if its bucket is unreachable."""
-    url = canonical(url)
+    if not is_url(path):
+        return ""
+    url = canonical(path)
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     if scheme not in _STORES:
@@ -375,7 +377,7 @@ class ObjectLocation(Location):
         begun, pauses_s = time.monotonic(), [6.4, 1.6, 0.4, 0.1]
         while True:
             try:
-                with self._translate_errors():
+                with _translate_errors(self.path):
                     return request()
             except (_Busy, ConnectionResetError) as error:
                 tried_s = time.monotonic() - begun
@@ -383,9 +385,6 @@ class ObjectLocation(Location):
                 if not pauses_s or tried_s > most_s:
                     raise
                 time.sleep(pauses_s.pop())
-
-    def _translate_errors(self) -> contextlib.AbstractContextManager[None]:
-        return _translate_errors(self.path)
 
     def _head(self) -> Any:
         import obstore
@@ -411,7 +410,7 @@ class ObjectLocation(Location):
     def _put_if(self, data: bytes, mode: Any) -> dict[str, Any]:
         import obstore
 
-        with self._translate_errors():
+        with _translate_errors(self.path):
             return dict(obstore.put(self._bucket, self._key, data, mode=mode))
 
     def _below(self) -> Sequence[Any]:
