@@ -279,5 +279,5 @@ def test_mismatch_without_a_changed_setting_names_three_arrays(copy, monkeypatch
         return document
 
     monkeypatch.setattr(read, without_config)
-    with refused("more arrays", num_problems=3):
+    with refused("more such problems", num_problems=3):
         train(copy, "--model.d_model=64")
