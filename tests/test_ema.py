@@ -259,5 +259,3 @@ def test_invalid_freeze_settings_are_reported():
     assert "'layers/mlpp'" in unknown and "layers/mlp/down" in unknown
     (everything,) = optim.frozen_problems(OptimConfig(freeze=sorted(axes)), axes)
     assert missing(everything, "optim.freeze=", "nothing") == []
-    with refused(everything, error=ValueError):
-        optim.with_frozen(OptimConfig(freeze=sorted(axes)), axes)

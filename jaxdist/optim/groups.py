@@ -68,12 +68,7 @@ def _values(groups: Sequence[str], name: str) -> dict[str, float]:
 
 
 def with_frozen(config: OptimConfig, axes: Params) -> Params:
-    """Return `Model.axes` with the leaves named by `config.freeze` marked as frozen.
-
-    Raises `ValueError` with the `frozen_problems`.
-    """
-    if problems := frozen_problems(config, axes):
-        raise ValueError(" ".join(problems))
+    """Return `Model.axes` with the leaves named by `config.freeze` marked as frozen."""
 
     def leaf(path: Any, dims: Dims) -> Dims:
         return freeze(dims) if is_frozen(config, _name(path)) else dims

@@ -75,12 +75,11 @@ def check_export(trained: Trained, path: str) -> list[Check]:
         if not folder.exists():
             raise
         return [Check(name="export", summary="", problems=list(error.problems))]
-    checks = [_check_values(trained, exported, is_peft)]
-    settings = f"settings of {folder.name} are those of the run"
-    problems = exported.differences
-    checks.insert(
-        0, Check(name="export", summary=settings if not problems else "", problems=problems)
-    )
+    text = f"settings of {folder.name} are those of the run"
+    checks = [
+        Check(name="export", summary=text, problems=exported.differences),
+        _check_values(trained, exported, is_peft),
+    ]
     if is_peft or is_model(folder):
         checks.append(_check_tokenizer(trained, folder, with_ids=not is_peft))
     if not checks[0].problems and not checks[1].problems:
@@ -198,7 +197,7 @@ def _check_values(trained: Trained, exported: Exported, is_peft: bool) -> Check:
         ]
     kinds = ", ".join(sorted({dtype.name for dtype in exported.dtypes.values()}))
     text = f"{len(ours)} parameters have the values of the checkpoint in {kinds}"
-    return Check(name="values", summary=text if not problems else "", problems=sorted(problems))
+    return Check(name="values", summary=text, problems=sorted(problems))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -235,12 +234,8 @@ def _check_tokenizer(trained: Trained, folder: Location, *, with_ids: bool) -> C
             if key in record and record[key] != value
         ]
     text = f"{len(files)} files are those of the run" if files else "the run has no tokenizer files"
-    return Check(
-        name="tokenizer",
-        summary=text if not problems else "",
-        problems=problems,
-        is_done=bool(files) or bool(problems),
-    )
+    is_done = bool(files or problems)
+    return Check(name="tokenizer", summary=text, problems=problems, is_done=is_done)
 
 
 def _check_logits(trained: Trained, exported: Exported, is_peft: bool) -> Iterator[Check]:
@@ -268,4 +263,4 @@ def _check_logits(trained: Trained, exported: Exported, is_peft: bool) -> Iterat
     if not largest <= bound:
         problems = [f"logits differ by up to {largest:.2g} from those of the run."]
     text = f"logits of the export and of the run differ by at most {largest:.2g}"
-    yield Check(name="logits", summary=text if not problems else "", problems=problems)
+    yield Check(name="logits", summary=text, problems=problems)

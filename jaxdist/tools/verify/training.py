@@ -41,7 +41,7 @@ SAMPLE_SHAPE = (2, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check: `summary` without problems, else `problems`.
+    """The result of one check: `summary`, which is "" if there are `problems`.
 
     `is_done` is False if the check could not be made, and `summary` is the reason.
     """
@@ -50,6 +50,10 @@ class Check:
     summary: str
     problems: list[str] = dataclasses.field(default_factory=list)
     is_done: bool = True
+
+    def __post_init__(self) -> None:
+        if self.problems:
+            object.__setattr__(self, "summary", "")
 
 
 class Trained:
@@ -129,7 +133,7 @@ def _check_arrays(trained: Trained) -> Check:
             problems.append(f"{one_line(error)}.")
     count = len(trained.entries)
     text = f"{count} arrays are finite and have the checksums computed on the devices at the save"
-    return Check(name="checkpoint", summary=text if not problems else "", problems=problems)
+    return Check(name="checkpoint", summary=text, problems=problems)
 
 
 def _check_moments(trained: Trained) -> Check:
@@ -156,7 +160,7 @@ def _check_moments(trained: Trained) -> Check:
         )
     if not count:
         return Check(name="gradients", summary="the optimizer has no moments", is_done=False)
-    return Check(name="gradients", summary=text if not problems else "", problems=problems)
+    return Check(name="gradients", summary=text, problems=problems)
 
 
 def _check_changes(trained: Trained) -> list[Check]:
@@ -198,19 +202,13 @@ def _check_changes(trained: Trained) -> list[Check]:
     ]
     text = f"{counts['changed']} trained parameters changed in every layer"
     text += f", {counts['frozen']} frozen ones kept every bit" if counts["frozen"] else ""
-    checks = [Check(name="changes", summary=text if not problems else "", problems=problems)]
+    checks = [Check(name="changes", summary=text, problems=problems)]
     first, last = (sample_logits(trained.parts, params) for params in (start, trained.loaded))
     if first is not None and last is not None:
         largest = float(np.max(np.abs(last - first)))
         problem = "logits equal those before training: the training has no effect on them."
         text = f"logits differ from those before training by up to {largest:.2g}"
-        checks.append(
-            Check(
-                name="effect",
-                summary=text if largest else "",
-                problems=[] if largest else [problem],
-            )
-        )
+        checks.append(Check(name="effect", summary=text, problems=[problem] * (not largest)))
     return checks
 
 
@@ -243,7 +241,7 @@ def _check_loading(trained: Trained) -> Check:
     text = f"{len(compared)} arrays are loaded with the checksums of the save"
     if rest := len(loaded) - len(compared):
         text += f"; {rest} frozen ones have the digest of the run"
-    return Check(name="loading", summary=text if not problems else "", problems=problems)
+    return Check(name="loading", summary=text, problems=problems)
 
 
 def sample_logits(parts: Parts, params: Params) -> np.ndarray | None:
