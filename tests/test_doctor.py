@@ -61,11 +61,6 @@ def test_exit_code_is_one_for_errors_and_with_strict_for_warnings(findings, stri
     assert exit_code(merge([("a", findings)]), strict=strict) == code
 
 
-def test_a_warning_needs_a_fix():
-    with pytest.raises(ValueError, match=r"^disk\b"):
-        warning("disk", "slow", "")
-
-
 @pytest.mark.parametrize(
     ("environ", "severity", "words"),
     [

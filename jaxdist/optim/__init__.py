@@ -10,7 +10,6 @@ An optimizer maps gradients to a direction that includes weight decay. The train
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.groups import frozen_problems, group_problems, is_frozen, with_frozen
 from jaxdist.optim.rules import (
-    LrSchedule,
     decay_mask,
     from_optax,
     hidden_matrices,

@@ -162,8 +162,6 @@ def from_optax(rule: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformation(rule.init, update)
 
 
-LrSchedule = Callable[[Array], Array]
-
 WSD_DECAY_RATIO = 0.2
 """Share of a run in which wsd decays if `decay_steps` is 0 (Hägele et al. 2024,
 "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations": 10 to 20 %)."""
@@ -175,7 +173,7 @@ def make_lr_schedule(
     total_steps: int,
     global_batch_size: int,
     batches: Sequence[tuple[int, int]] = (),
-) -> LrSchedule:
+) -> Callable[[Array], Array]:
     """Make the function from steps to learning rates.
 
     Warmup is linear and never 0: step s of w has peak * (s + 1) / (w + 1). After the decay the rate
