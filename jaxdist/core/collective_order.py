@@ -2,8 +2,8 @@
 
 XLA:CPU starts the collectives of one computation in order, but considers a loop or a branch started
 when its first operation starts. A later independent collective may then overtake those inside it,
-on some devices only. All collectives of a device group share one rendezvous. Two that meet there
-exchange each other's data (wrong gradients) or deadlock. GPUs run collectives in program order.
+on some devices only. Two collectives of a device group that meet exchange each other's data (wrong
+gradients) or deadlock. GPUs run collectives in program order.
 
 `in_order` rewrites the traced program (a jaxpr). Loops and branches that contain collectives wait
 for the collectives before them, and later collectives wait for them.

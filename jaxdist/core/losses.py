@@ -1,13 +1,9 @@
 """Losses as sums over rows or tokens: cross-entropy of tokens (sharded vocabulary) and labels.
 
-The token loss fuses the head's product with its softmax and computes gradients in forward, by
-chunks of tokens.
+The token loss fuses the head's product and its softmax. Forward computes gradients, by chunks.
 
-Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4.
-Deviation: XLA products over chunks of tokens instead of a fused GPU kernel.
-
-Regularizers: label smoothing (Szegedy et al. 2016, section 7), z-loss (Chowdhery et al. 2022,
-"PaLM", section 5).
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4, as
+XLA products; Szegedy et al. 2016 (label smoothing); Chowdhery et al. 2022, "PaLM" (z-loss).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
 class ParameterGroup(NamedTuple):
     """A named tree of parameters in the state of a run.
 
-    All groups but the model are copies, which start from the model's parameters. A run may lack
-    them. If only the checkpoint lacks one, it starts from the parameters of the checkpoint.
+    All but the model's are copies, which start from the model's parameters, also if a checkpoint
+    lacks them.
 
     Attributes:
         item: its name in a checkpoint.
@@ -179,7 +179,7 @@ def with_weights(
 ) -> Callable[..., Array]:
     """Return a product like `dot` that also multiplies `CompositeWeight`s, with their `multiply`.
 
-    `dot` multiplies arrays [*dims]. With `barrier`, see `gradient_barrier`.
+    `dot` multiplies arrays [*dims]. `barrier` adds a `gradient_barrier` to each product.
     """
 
     def multiply(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:

@@ -95,7 +95,7 @@ def attend(
 ) -> Q:
     """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
 
-    The result has the query's dtype, and is 0 if no key is visible. Residuals: `name_residuals`.
+    The result has the query's dtype, and is 0 for a query that sees no key.
     """
     query, key, value, sink = declare_alike(query, key, value, sink)
     return _attend(query, key, value, sink, queries, keys, rule)

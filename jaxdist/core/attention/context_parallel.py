@@ -5,8 +5,8 @@
     all_to_all   heads are exchanged for positions: each device attends to complete rows
     hybrid       all_to_all inside groups of neighbors, a ring over the groups
 
-All except `all_gather` use one mechanism: all-to-all inside groups of `inner` devices, and a ring
-over the groups (`ring.py`). For `ring`, `inner` is 1; for `all_to_all`, there is one group.
+All except `all_gather` are an all-to-all inside groups of `inner` devices, and a ring over the
+groups (`ring.py`): for `ring`, `inner` is 1; for `all_to_all`, there is one group.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "Llama 3",
 section 3.3.2 (all-gather); Fang & Zhao 2024, "USP".
@@ -42,6 +42,7 @@ from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 from jaxdist.settings import ConfigError
+from jaxdist.settings.schema import join_choices
 
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
@@ -94,7 +95,7 @@ def plan_exchange(
     }
     if not possible[exchange]:
         others = " or ".join(repr(name) for name, is_legal in possible.items() if is_legal)
-        smaller = f", or cp={_either(fits[1:])} for 'all_to_all'" if len(fits) > 1 else ""
+        smaller = f", or cp={join_choices(fits[1:])} for 'all_to_all'" if len(fits) > 1 else ""
         raise ConfigError(
             [
                 f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. A device "
@@ -137,11 +138,6 @@ def _choose(
 
 def _can_share(n: int, heads: int, kv_heads: int) -> bool:
     return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-
-
-def _either(sizes: list[int]) -> str:
-    *others, last = [str(n) for n in sizes]
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def make_attend_to_shared(

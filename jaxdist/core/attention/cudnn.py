@@ -156,9 +156,6 @@ def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any
     Results are selected by document, because cuDNN does not define those of other documents.
     """
 
-    def has_next(carry: tuple[Array, Any]) -> Array:
-        return carry[0] < num_calls
-
     def step(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         """Write the results of call carry[0], int32 [], to the positions of its documents."""
         call, totals = carry
@@ -170,7 +167,7 @@ def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any
 
     num_calls = documents.num_calls
     first = collectives.vary(jnp.int32(0), tuple(collectives.varying_axes(num_calls)))
-    return lax.while_loop(has_next, step, (first, totals))[1]
+    return lax.while_loop(lambda carry: carry[0] < num_calls, step, (first, totals))[1]
 
 
 def forward(

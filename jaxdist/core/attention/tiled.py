@@ -1,8 +1,7 @@
 """Attention in tiles of queries, in plain JAX, for rows of up to 2,047 keys on CPUs.
 
-Each tile multiplies the range of keys that its queries may see. Tiles are static, so there are no
-loops or branches, and the program grows with the row; longer rows use `blockwise.py`. Backward
-recomputes probabilities from the log-sum-exp, which is faster on CPUs than reading them.
+Each tile multiplies the range of keys that its queries may see. There are no loops or branches, so
+the program grows with the row. Backward recomputes probabilities, which is faster than reading.
 
 Internal layout: queries are [batch, kv_heads, group, length, head_dim] with group = heads /
 kv_heads; keys and values are [batch, kv_heads, length, head_dim].

@@ -14,9 +14,8 @@ that they represent in the compute dtype, which is exact: E2M1 times E4M3 has si
 Sources: Rouhani et al. 2023, "OCP Microscaling Formats (MX) Specification", section 5: the blocks.
 Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", sections 2 and 3: E4M3 throughout,
 scales rounded up. NVIDIA 2025, "Pretraining Large Language Models with NVFP4", section 2 and
-appendix B: the two scales. Deviations from the last: it also has a 4-bit backward, with random
-Hadamard matrices, stochastic rounding of gradients and blocks of 16 x 16 for weights; the scale of
-the array is a power of two here, so rounding does not depend on the split of rows.
+appendix B: the two scales. Deviations from the last: its 4-bit backward is left out, and the scale
+of the array is a power of two, so rounding does not depend on the split of rows.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.schedules import forward_only
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import statistics
 from jaxdist.core.step.layer_scan import make_layer, remat_policy
@@ -213,8 +214,10 @@ def make_evaluate(
             forward,
             layout,
             plan,
-            lambda rows: stages.make_evaluation_schedule(
-                num_stages=num_stages, rows=rows, rows_per_example=rows_per_example(model.objective)
+            lambda rows: forward_only(
+                num_stages,
+                stages.choose_microbatches(num_stages, rows, rows_per_example(model.objective)),
+                stages.num_virtual_stages,
             ),
             make_layer(model, layout, plan),
         )

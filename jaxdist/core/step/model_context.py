@@ -37,12 +37,11 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
     }
     grouped_dot = grouped.make_grouped_dot(plan.platform)
     make_experts = hooks.pop("experts", experts.make_experts)
-    head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
-    attend = attention.make_attend(plan.attention, **head_shard)
+    tensor_index = hooks.get("tensor_index", int)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}
     return Context(
         dtype=plan.compute_dtype,
-        attend=attend,
+        attend=attention.make_attend(plan.attention, tensor_index=tensor_index),
         experts=make_experts(grouped_dot),
         dot=with_weights(_DOTS[plan.dot], reduction.make_sum(layout), plan.gradient_barrier),
         token_loss=losses.make_token_loss(vocabulary_axis, plan.loss_chunk, **own),

@@ -74,8 +74,3 @@ def update_running_stats(axes: Params, updated: Params, old: Params, grads: Para
         return before + MOMENTUM * (batch_stats - before) if dims.update == "statistic" else new
 
     return jax.tree.map(leaf, axes, updated, old, grads)
-
-
-def has_averages(axes: Params) -> bool:
-    """Return True if any of the trained parameters is a running average or has increments."""
-    return any(dims.update != "gradient" for dims in jax.tree.leaves(axes))

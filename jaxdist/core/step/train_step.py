@@ -278,7 +278,7 @@ def make_update(
     """
     axes = trained(model.axes, model.axes)
     param_specs, moment_specs = layout.param_specs(axes), layout.moment_specs(axes)
-    averages = statistics.has_averages(axes)
+    averages = any(dims.update != "gradient" for dims in jax.tree.leaves(axes))
 
     def update(
         state: TrainState, gradients_and_stats: Params, norm: Array, learning_rate: Array

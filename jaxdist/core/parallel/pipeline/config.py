@@ -69,13 +69,6 @@ class PipelineConfig:
         count = num_microbatches or self.choose_microbatches(num_stages, rows, rows_per_example)
         return schedules.make_schedule("1f1b", num_stages, count, self.num_virtual_stages)
 
-    def make_evaluation_schedule(
-        self, *, num_stages: int, rows: int, rows_per_example: int = 1
-    ) -> Schedule:
-        """Return the forward-only schedule for a number of stages and rows per replica."""
-        count = self.choose_microbatches(num_stages, rows, rows_per_example)
-        return schedules.forward_only(num_stages, count, self.num_virtual_stages)
-
     def choose_microbatches(self, num_stages: int, rows: int, rows_per_example: int = 1) -> int:
         """Return the number of microbatches: the fewest of at least four per stage, else the most.
 

@@ -1,8 +1,5 @@
 """Data type and rules of pipeline schedules: the action of each stage in each tick.
 
-This file is pure Python. `schedules.py` creates the schedules, `simulation.py` computes their cost,
-`buffers.py` and `loop_plan.py` convert them to the input of `executor.py`.
-
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
 runs on stage `k % num_stages`, so neighbors in the model are neighbors on a ring. Its index among
 the virtual stages of that stage is `k // num_stages`; this index is called `virtual` everywhere. A

@@ -1,8 +1,6 @@
 """Pipeline training: stages hold layers on different devices; microbatches pass through them.
 
-Any schedule of `schedules.py` runs inside the manual step, as one program for all stages
-(`executor.py`). The forward of a virtual stage saves, layer by layer, what its backward reads: the
-residuals that the remat policy selects, as without stages.
+The forward of a virtual stage saves, layer by layer, the residuals that its backward reads.
 
 Each exchange of the schedule (`simulation.Report`) sends one microbatch's activations, or their
 gradients. fsdp gathers weights and reduces gradients in every action, or once per step (`gather`).
