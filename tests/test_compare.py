@@ -193,7 +193,7 @@ def test_steps_are_rerun_with_the_kernel_of_training(tmp_path, monkeypatch, fiel
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
     data = [SimpleNamespace(fields=fields)] * 2
     kernels = []
-    compared = lambda own, fields, _: (dataclasses.replace(own, check=fields), None)
+    compared = lambda own, fields, _: (dataclasses.replace(own, checks=fields), None)
     monkeypatch.setattr(rerun, "decide_step", compared)
     monkeypatch.setattr(rerun, "open_run_data", lambda config: data)
     loader = SimpleNamespace(close=lambda: None)
@@ -201,7 +201,7 @@ def test_steps_are_rerun_with_the_kernel_of_training(tmp_path, monkeypatch, fiel
     monkeypatch.setattr(
         rerun,
         "make_diagnostic_step",
-        lambda own: kernels.append(own.check),
+        lambda own: kernels.append(own.checks),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
     assert kernels == [fields] * 2

@@ -317,11 +317,11 @@ def test_ring_uses_the_kernel_after_an_accepted_comparison(monkeypatch):
     rows, packed = (text_fields(32, is_packed) for is_packed in (False, True))
     assert setup.compare_kernel(parts, rows) is parts  # on a CPU nothing is compared
     unseen = setup.compare_kernel(parts, packed)
-    assert unseen.check is None and unseen.plan.packed
+    assert unseen.checks == () and unseen.plan.packed
     check = KernelCheck(errors={}, rejection_reason="", use="ring")
     monkeypatch.setattr(setup, "check_kernel", lambda *_: check)
     compared = setup.compare_kernel(parts, rows)
-    assert compared.check is check
+    assert compared.checks == (check,)
     assert compared.plan.attention.ring_rejection == ""
 
 

@@ -93,7 +93,7 @@ def test_own_optimizer_is_counted_with_its_state(monkeypatch):
         assert moments(own) == pytest.approx(moments(expected), rel=1e-3)
     plain = with_objects(parts, Program(optimizer=optax.scale(-1.0)))
     assert moments(plain) == 0 < moments(parts)
-    assert plain.budget().replanned(False, None).memory.state["optimizer moments"] == 0
+    assert plain.budget().replanned(False, ()).memory.state["optimizer moments"] == 0
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
@@ -247,7 +247,7 @@ def test_override_memory_starts_anyway(monkeypatch, tmp_path):
         remat = None
         job = types.SimpleNamespace(remat=None)
 
-        def replanned(self, packed, check):
+        def replanned(self, packed, checks):
             return self
 
         def check(self):
@@ -270,12 +270,12 @@ def test_override_memory_starts_anyway(monkeypatch, tmp_path):
 def test_a_rejected_kernel_reopens_the_choice_of_remat():
     draft = Budget.of(run(remat="auto"), MeshSpec(fsdp=16), gpus(16, 72), None)
     rejected = KernelCheck(errors={}, rejection_reason="differs")
-    by_cudnn, by_blocks = (draft.replanned(True, check) for check in (None, rejected))
+    by_cudnn, by_blocks = (draft.replanned(True, check) for check in ((), (rejected,)))
     assert (by_cudnn.job.attention, by_blocks.job.attention) == ("cudnn", "blockwise")
     for policy in policies_of(draft.job):
         assert by_blocks.remat.seconds[policy] > by_cudnn.remat.seconds[policy]
     assert by_blocks.job.plan.remat == by_blocks.remat.job.remat != "auto"
-    assert draft.replanned(False, None).remat.seconds == draft.remat.seconds
+    assert draft.replanned(False, ()).remat.seconds == draft.remat.seconds
 
 
 @pytest.mark.slow

@@ -258,16 +258,16 @@ def test_plan_has_the_kernel_and_its_reason():
     assert plan(cpu, False).kernel == "xla"
     assert plan(cpu, False).reasons["kernel"].startswith("cuDNN needs an NVIDIA GPU")
     slow = KernelCheck(errors={}, rejection_reason="slow")
-    for packed, check, kernel in (
-        (False, None, "cudnn"),
-        (True, None, "cudnn"),
-        (True, slow, "xla"),
-        (False, slow, "cudnn"),
+    for packed, checks, kernel in (
+        (False, (), "cudnn"),
+        (True, (), "cudnn"),
+        (True, (slow,), "xla"),
+        (False, (slow,), "cudnn"),
     ):
-        result = plan(gpu, packed, check=check)
+        result = plan(gpu, packed, checks=checks)
         assert result.kernel == kernel
         assert ("slow" in result.reasons["kernel"]) == (kernel == "xla")
-    assert plan(gpu, True).digest != plan(gpu, True, check=slow).digest
+    assert plan(gpu, True).digest != plan(gpu, True, checks=(slow,)).digest
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kerne
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.attention.kernel_check import KernelCheck
 from jaxdist.core.axis import axes_of, divisors_of
+from jaxdist.core.matmul import hopper
+from jaxdist.core.matmul.grouped import Kernel
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -95,6 +97,7 @@ class StepPlan:
     Attributes:
         attention: the devices, the context-parallel exchange, the restrictions of cuDNN.
         kernel: attention kernel in training; "" = none, or the configured one cannot run here.
+        grouped: implementation of the products of experts (`matmul.grouped.Kernel`).
         compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; in which
             devices sum gradients of a microbatch, and those that a pipeline accumulated.
         matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
@@ -111,6 +114,7 @@ class StepPlan:
 
     attention: AttentionPlan
     kernel: str
+    grouped: Kernel
     compute_dtype: Any
     reduce_dtype: Any
     microbatch_reduce_dtype: Any
@@ -168,19 +172,21 @@ def plan_step(
     device: Device,
     packed: bool,
     settings: StepSettings,
-    check: KernelCheck | None = None,
+    checks: Sequence[KernelCheck] = (),
     remat: str | None = None,
 ) -> StepPlan:
     """Return the plan for the step of a model on a layout of real or abstract devices.
 
-    `check` is the comparison of cuDNN's kernel with the reference; None = not compared. `remat` is
-    the choice for "auto" by estimated costs; None = not chosen yet. Raises `ConfigError` if the
-    heads or the stages do not allow the configured exchange.
+    `checks` compare kernels of attention and experts with their references; a kernel without one
+    was not compared. `remat` is the choice for "auto" by estimated costs; None = not chosen yet.
+    Raises `ConfigError` if the heads or the stages do not allow the configured exchange.
     """
     train, precision, pipeline = settings
     platform, has_stages = device.platform, layout.size(PIPELINE) > 1
     dtype = precision.resolve(platform)
     matmul_dtype = precision.matmul_dtype if precision.matmul_dtype in matmul.FORMATS else ""
+    of_experts = next((check for check in checks if check.use == "grouped"), None)
+    check = next((check for check in checks if check.use != "grouped"), None)
     use = "" if check is None else check.use
     exchange = exchange_of(model, layout, device.per_node, packed=packed)
     reasons = {} if exchange is None else {"exchange": exchange.reason}
@@ -219,6 +225,7 @@ def plan_step(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.kind
     )
     dot, reasons["dot"] = _choose_dot(layout, platform)
+    grouped, reasons["grouped"] = choose_grouped(model, layout, device, dtype, of_experts)
     gpu = gpu_of(device.kind) if platform == "gpu" else None
     on_cpu, on_gpu = platform == "cpu", platform == "gpu"
     in_steps = exchange is not None and exchange.exchange in ("ring", "hybrid")
@@ -231,6 +238,7 @@ def plan_step(
     return StepPlan(
         attention=attention,
         kernel=kernel,
+        grouped=grouped,
         compute_dtype=dtype,
         reduce_dtype=precision.resolve_reduce(dtype),
         microbatch_reduce_dtype=precision.resolve_reduce("float32"),
@@ -385,6 +393,29 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
     if platform == "gpu" and splits:
         return "by_position", "positions are gathered and scattered without a transpose"
     return "plain", "no other is faster here"
+
+
+def choose_grouped(
+    model: Model, layout: Layout, device: Device, dtype: Any, check: KernelCheck | None
+) -> tuple[Kernel, str]:
+    """Choose the implementation of the products of experts, with the reason."""
+    if not model.experts_call.per_token:
+        return "blocks", "the model has no experts"
+    if device.platform != "gpu" or device.compute_capability != hopper.COMPUTE_CAPABILITY:
+        return "blocks", "jax's kernels are for Hopper GPUs"
+    rejection = hopper.rejection([w for pair in expert_widths(model, layout) for w in pair], dtype)
+    if check is not None:
+        rejection = rejection or check.rejection_reason
+    elif not device.is_described:
+        rejection = rejection or "jax's kernels were not compared with the reference here"
+    reads = "jax's kernels for Hopper read matrices of experts without a copy"
+    return ("blocks", rejection) if rejection else ("mosaic", reads)
+
+
+def expert_widths(model: Model, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return (in, out) of the matrices of a device's experts: up and down."""
+    d_model, mlp = model.dims["d_model"], model.dims["mlp"] // layout.size(TENSOR)
+    return (d_model, model.experts_call.ways * mlp), (mlp, d_model)
 
 
 def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:

@@ -1,8 +1,9 @@
 """Trials of a GPU in a child process, whose failure cannot end the run.
 
-They try cuDNN's attention kernels (`attention/kernel_check.py`), basic operations, and offloaded
-activations. A kernel with an illegal access destroys the CUDA context of its process. Results are
-cached next to the compiled programs, except failures of the child.
+They try cuDNN's attention kernels (`attention/kernel_check.py`), the kernels of experts
+(`matmul/grouped_check.py`), basic operations, and offloaded activations. A kernel with an illegal
+access destroys the CUDA context of its process. Results are cached next to the compiled programs,
+except failures of the child.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import kernel_check
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
+from jaxdist.core.matmul import grouped_check, hopper
+from jaxdist.core.matmul.grouped_check import GroupedShapes
 from jaxdist.runtime.progress import waiting
 
 log = logging.getLogger("jaxdist")
@@ -39,20 +42,26 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 Result = dict[str, Any]
 
 
-def try_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
-    """Return how cuDNN's kernel compares with its reference, from a child process or the cache.
+def try_kernel(use: Use, shapes: Shapes | GroupedShapes, device: jax.Device) -> KernelCheck:
+    """Return how a kernel compares with its reference, from a child process or the cache.
 
     If the child lacks memory next to this process, this process compares.
     """
     request = {"use": use} | dataclasses.asdict(shapes) | {"dtype": jnp.dtype(shapes.dtype).name}
-    name = f"cuDNN's {use.replace('_', ' ')} attention"
-    result = _trial("attention", request, device, name)
+    name = f"{kernel_check.kernel_of(use)} ({use.replace('_', ' ')})"
+    result = _trial("kernel", request, device, name)
     if "failed" not in result:
         return KernelCheck(**result)
     if _OUT_OF_MEMORY in result["failed"]:
-        return kernel_check.validate_kernel(use, shapes, device)
-    reason = f"cuDNN's kernel failed in a child process ({result['failed']})"
+        return _validate(use, shapes, device)
+    reason = f"{kernel_check.kernel_of(use)} failed in a child process ({result['failed']})"
     return KernelCheck(errors={}, rejection_reason=reason, use=use)
+
+
+def _validate(use: Use, shapes: Shapes | GroupedShapes, device: jax.Device) -> KernelCheck:
+    if isinstance(shapes, GroupedShapes):
+        return grouped_check.validate_grouped(shapes, device)
+    return kernel_check.validate_kernel(use, shapes, device)
 
 
 def wrong_operations(device: jax.Device, kind: str = "operations") -> list[str]:
@@ -143,7 +152,8 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     driver = Path("/proc/driver/nvidia/version")
-    code = Path(kernel_check.__file__).read_bytes() + Path(__file__).read_bytes()
+    modules = (kernel_check, grouped_check, hopper, sys.modules[__name__])
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return versions | {
         "driver": driver.read_text() if driver.exists() else "",
         "code": hashlib.sha256(code).hexdigest()[:16],
@@ -245,10 +255,11 @@ def offload_errors() -> dict[str, tuple[float, float]]:
 
 def _main(kind: str) -> None:
     request = json.load(sys.stdin)
-    if kind == "attention":
+    if kind == "kernel":
         use, dtype = request.pop("use"), jnp.dtype(request.pop("dtype"))
-        shapes = Shapes(**request | {"windows": tuple(request["windows"])}, dtype=dtype)
-        check = kernel_check.validate_kernel(use, shapes, jax.devices()[0])
+        make: Any = GroupedShapes if use == "grouped" else Shapes
+        tuples = {name: tuple(v) for name, v in request.items() if isinstance(v, list)}
+        check = _validate(use, make(**request | tuples, dtype=dtype), jax.devices()[0])
         print(json.dumps(dataclasses.asdict(check)))
     else:
         print(json.dumps(offload_errors() if kind == "offload" else operation_errors()))

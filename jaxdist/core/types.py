@@ -176,6 +176,19 @@ class AttentionCall:
         return (self.sliding_window, 0) if differ else (self.sliding_window,)
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertsCall:
+    """The sizes with which a model's layers call `Context.experts`; 0 = they do not.
+
+    Attributes:
+        per_token: number of experts of each token.
+        ways: number of products [tokens, mlp] that the activation joins.
+    """
+
+    per_token: int = 0
+    ways: int = 1
+
+
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Multiply activations by a weight, with named dims: the default `Context.dot`.
 
@@ -398,6 +411,7 @@ class Model:
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
         num_classes: classes that its labels may name; 0 = it has none, or any number.
         attention_call: arguments of its layers to `Context.attend`, for the plan of the step.
+        experts_call: sizes of its layers' calls of `Context.experts`, for the same.
         row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
     """
 
@@ -423,6 +437,7 @@ class Model:
     vocab_size: int = 0
     num_classes: int = 0
     attention_call: AttentionCall = AttentionCall()
+    experts_call: ExpertsCall = ExpertsCall()
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     head_loss: dataclasses.InitVar[Any] = None
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from jaxdist.core.types import AttentionCall
+from jaxdist.core.types import AttentionCall, ExpertsCall
 from jaxdist.models.expert_settings import ExpertSettings, repeated_block
 from jaxdist.settings import setting
 
@@ -302,6 +302,13 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
             softcap=self.attention_softcap,
             sinks=self.attention_sinks,
         )
+
+    @property
+    def experts_call(self) -> ExpertsCall:
+        """Sizes of the layers' calls of `Context.experts`."""
+        if not self.num_experts:
+            return ExpertsCall()
+        return ExpertsCall(self.experts_per_token, 1 if self.activation == "gelu" else 2)
 
     rules: ClassVar[Mapping[str, str | None]] = {
         "shared_mlp": "tensor",

@@ -137,6 +137,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
         attention_call=config.attention_call,
+        experts_call=config.experts_call,
         decoding=None
         if config.num_labels
         else _make_decoding(config, bind_embed, bind_dense, bind_block, bind_head),

@@ -43,7 +43,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Optimizer, Reports, Step, make_step
 from jaxdist.core.step.grouped_update import plan_groups
-from jaxdist.core.step.kernel_trial import check_kernel
+from jaxdist.core.step.kernel_trial import check_grouped, check_kernel
 from jaxdist.core.step.shapes import stage_at
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step, platform_of
 from jaxdist.core.types import Array, Batch, Model, Objective, Params, rows_per_example
@@ -98,7 +98,7 @@ class Parts:
     packed: bool
     has_own_optimizer: bool = False
     has_own_schedule: bool = False
-    check: KernelCheck | None = None
+    checks: tuple[KernelCheck, ...] = ()
     remat: str | None = None
     base: dict[str, str] = dataclasses.field(default_factory=dict)
     teacher: Callable[[Batch], Batch] = lambda batch: batch
@@ -113,7 +113,7 @@ class Parts:
             Device.of(self.layout),
             self.packed,
             StepSettings(config.train, config.precision, config.pipeline),
-            self.check,
+            self.checks,
             self.remat,
         )
 
@@ -175,16 +175,17 @@ class Parts:
             if stage.seq_len != train.seq_len:
                 flops = config.build_model().flops_per_token
                 model = dataclasses.replace(model, flops_per_token=flops)
-            parts = dataclasses.replace(self, config=config, model=model, check=None)
-            parts = dataclasses.replace(parts, check=parts.compared_kernel())
+            parts = dataclasses.replace(self, config=config, model=model, checks=())
+            parts = dataclasses.replace(parts, checks=parts.compared_kernels())
             vars(parts)["moments"] = self.moments  # one set of files
             self._in_stages[stage.shape] = parts
         return self._in_stages[stage.shape]
 
-    def compared_kernel(self) -> KernelCheck | None:
-        """Return how cuDNN's kernel compares with the reference; None if not used; collective."""
-        train, decide = self.config.train, coordination.decide_from
-        return check_kernel(self.model, self.layout, self.plan, train, decide)
+    def compared_kernels(self) -> tuple[KernelCheck, ...]:
+        """Return how the kernels that are eligible compare with their references; collective."""
+        inputs = (self.model, self.layout, self.plan, self.config.train, coordination.decide_from)
+        checks = (check_kernel(*inputs), check_grouped(*inputs))
+        return tuple(check for check in checks if check is not None)
 
     @functools.cached_property
     def _in_stages(self) -> dict[tuple[int, int], Parts]:
@@ -516,12 +517,12 @@ def assemble(
 
 
 def compare_kernel(parts: Parts, fields: Fields) -> Parts:
-    """Return the parts for rows of these fields, with cuDNN's kernel only if it passes a check."""
+    """Return the parts for rows of these fields; kernels are used only if they pass a check."""
     packed = "segments" in fields
     if packed != parts.packed:
         parts = dataclasses.replace(parts, packed=packed)
-    check = parts.compared_kernel()
-    return parts if check is None else dataclasses.replace(parts, check=check)
+    checks = parts.compared_kernels()
+    return dataclasses.replace(parts, checks=checks) if checks else parts
 
 
 def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Parts, Budget | None]:
@@ -529,7 +530,7 @@ def decide_step(parts: Parts, fields: Fields, budget: Budget | None) -> tuple[Pa
     parts = compare_kernel(parts, fields)  # first, because the choice of remat "auto" depends on it
     if budget is None:
         return parts, None
-    budget = budget.replanned(parts.packed, parts.check)
+    budget = budget.replanned(parts.packed, parts.checks)
     return parts.within(budget), budget
 
 

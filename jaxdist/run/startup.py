@@ -318,7 +318,9 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
             for stage in config.train.stages
         )
         notes.append(f"batches of {', '.join(shapes)}; the estimates are for the largest")
-    notes += [parts.check.describe()] if parts.check is not None else []
+    notes += [check.describe() for check in parts.checks]
+    if model.experts_call.per_token and plan.platform == "gpu" and plan.grouped == "blocks":
+        notes.append(f"products of experts: blocks of plain JAX ({plan.reasons['grouped']})")
     notes += [option.describe() for option in parts.step.options]
     if schedule is not None:
         notes.append(describe(schedule, rows, parts.plan.layers))

@@ -27,6 +27,7 @@ from jax.experimental import topologies
 
 from jaxdist.config import stored_run
 from jaxdist.core.attention import cudnn
+from jaxdist.core.matmul import hopper
 from jaxdist.core.parallel.pipeline.simulation import branch_shares
 from jaxdist.core.types import offloaded_names
 from jaxdist.hardware import Cluster, Gpu
@@ -69,6 +70,8 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         target_config=text,
     ).devices
     cudnn.emulate_gpu(gpu.compute_capability, CUDNN)
+    if gpu.compute_capability == hopper.COMPUTE_CAPABILITY:
+        hopper.emulate_gpu(gpu.num_sms)
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
         settings = Path(scratch) / "config.toml"

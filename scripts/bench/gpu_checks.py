@@ -8,6 +8,8 @@ process (`--json` is written after each):
 * operations: sums, products, gathers, scatters and sorts in each dtype against numpy in float64
 * rows: whether a row of a product has the same bits for different numbers of rows
 * attention: cuDNN's calls against a float32 reference, by head size and window
+* experts: jax's kernels against float32 blocks, and their time and that of blocks, on the shapes of
+  one device of Qwen3 30B-A3B (ep=8) and Mixtral 8x7B
 * zeros: bits of five steps with and without XLA's option that leaves buffers without zeros; each
   variant has its own process, because two models do not fit one
 * losses: 20 losses of the default run in float32 and bfloat16 against float32 on the CPU
@@ -23,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from typing import Any
 import numpy as np
 
 LIMIT_S = 100
-LIMITS_S = {"losses": 220}
+LIMITS_S = {"losses": 220, "experts": 200}
 LOSSES = 20
 DETERMINISTIC = {"XLA_FLAGS": "--xla_gpu_exclude_nondeterministic_ops=true"}
 """Without it, sums in gradients differ between two equal programs."""
@@ -209,6 +212,39 @@ def _ordinary(shapes: Any) -> dict[str, Any]:
     return errors
 
 
+def experts() -> dict[str, Any]:
+    """Return the errors by result and load, and the ms of forward and backward by kernel."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxdist.core.matmul import grouped_check
+
+    results: dict[str, Any] = {}
+    for name, rows, groups, widths in (
+        ("30b_a3b", 81_920, 16, ((2048, 1536), (768, 2048))),
+        ("mixtral", 65_536, 8, ((4096, 28_672), (14_336, 4096))),
+    ):
+        shapes = grouped_check.GroupedShapes(
+            rows=rows, groups=groups, widths=widths, dtype=jnp.bfloat16
+        )
+        check = grouped_check.validate_grouped(shapes, jax.devices()[0])
+        results[name] = check.rejection_reason or check.errors
+        for width_in, width_out in widths:
+            make = lambda *shape: jnp.ones(shape, jnp.bfloat16)
+            inputs = [make(rows, width_in), make(groups, width_in, width_out)]
+            inputs.append(make(rows, width_out))
+            sizes = jnp.full(groups, rows // groups, jnp.int32)
+            for kernel in ("mosaic", "blocks"):
+                run = grouped_check.make_vjp(kernel)
+                spent = []
+                for _ in range(6):  # the first compiles
+                    begin = time.perf_counter()
+                    jax.block_until_ready(run(*inputs, sizes))
+                    spent.append(1e3 * (time.perf_counter() - begin))
+                results[f"{name}_{width_in}_{width_out}_{kernel}_ms"] = min(spent[1:])
+    return results
+
+
 def _zeros(variant: str) -> dict[str, Any]:
     """Return losses and a digest of the parameters after five steps of one variant."""
     import jax
@@ -280,6 +316,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "operations": operations,
     "rows": rows,
     "attention": attention,
+    "experts": experts,
     "zeros": lambda: {v: _zeros(v) for v in ZEROS_VARIANTS},
     "losses": losses,
 }

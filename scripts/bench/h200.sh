@@ -24,6 +24,6 @@ limited llama2-7b 100 step.py --preset llama2-7b --blocks 5 --block-steps 3 --mo
 limited gpt2-124m 100 step.py --preset gpt2-124m --blocks 6 --block-steps 10
 limited 1.7b-packed4 100 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 4
 limited ring 60 ring_kernel.py
-limited checks 420 gpu_checks.py
+limited checks 600 gpu_checks.py
 limited 1.7b-packed20 100 step.py --preset 1.7b --blocks 4 --block-steps 3 --documents 20
 limited 1.7b-fp8 240 step.py --preset 1.7b --blocks 4 --block-steps 3 --matmul-dtype fp8

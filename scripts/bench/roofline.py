@@ -213,6 +213,10 @@ class _Roofline:
             flops = self._cublas_flops(name, instruction)
             moved = float(sum(shape.num_bytes for shape in self._inputs(name, instruction)))
             moved += max(shape.num_bytes for shape in instruction.shapes)  # without its workspace
+        elif target is not None and target[1].startswith("mosaic_gpu"):
+            flops = self._grouped_flops(name, instruction)
+            moved = float(sum(shape.num_bytes for shape in self._inputs(name, instruction)))
+            moved += instruction.shapes[0].num_bytes
         elif target is not None and target[1] == BLOCK_SCALED:
             flops = self._block_scaled_flops(name, instruction)
             moved = self._plain_bytes(name, instruction)
@@ -265,6 +269,15 @@ class _Roofline:
         shared = math.prod(left.dims[i] for i in numbers("lhs_contracting_dimensions"))
         batch = math.prod(left.dims[i] for i in numbers("lhs_batch_dimensions"))
         return 2.0 * math.prod(left.dims) * math.prod(right.dims) / (shared * batch)
+
+    def _grouped_flops(self, name: str, instruction: HloInstruction) -> float:
+        """Return the FLOPs of jax's grouped kernels: of all rows, and of a part tile per group."""
+        sizes, *_, left, right = (shape.dims for shape in self._inputs(name, instruction))
+        # [rows, in] by [groups, in, out] or [groups, out, in], else [rows, in] by [rows, out].
+        is_forward = len(right) == 3
+        columns = math.prod(right[1:]) // left[1] if is_forward else right[1]
+        rows = left[0] + (128 if is_forward else 64) * (sizes[0] - 1)
+        return 2.0 * rows * left[1] * columns
 
     def _block_scaled_flops(self, name: str, instruction: HloInstruction) -> float:
         """Return FLOPs of [batch, rows, inner] · [batch, columns, inner], padded to tiles."""

@@ -144,7 +144,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[dict]:
         **memory(ours),
     }
     if budget := parts.budget():
-        budget = budget.replanned(parts.packed, parts.check)
+        budget = budget.replanned(parts.packed, parts.checks)
         result["planned_gb"] = budget.memory.total_bytes / 1e9
         result["planned_step_ms"] = 1e3 * estimate_time(budget.job).seconds
     yield result
@@ -303,7 +303,7 @@ def alternate(rivals: Sequence, times: list[list[Block]], block: int, block_step
 
 def packed_kernel(parts) -> dict[str, str]:
     """Return the result of comparing cuDNN's packed kernel, if it was compared."""
-    return {"packed": parts.check.describe()} if parts.check else {}
+    return {check.use: check.describe() for check in parts.checks}
 
 
 def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> list[dict]:

@@ -8,6 +8,7 @@ float32, on at most two rows with its heads. If they differ, the run does not us
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -24,8 +25,9 @@ from jaxdist.core.types import Array
 TOLERANCE = 0.02
 """Maximum error relative to the reference's peak; bfloat16 rounding is less than half of it."""
 
-Use: TypeAlias = Literal["plain", "packed", "ring", "packed_ring"]
-"""Calls to check: complete rows, documents of complete rows, ring hops, documents on a ring."""
+Use: TypeAlias = Literal["plain", "packed", "ring", "packed_ring", "grouped"]
+"""Calls to check: complete rows, documents of complete rows, ring hops, documents on a ring; and
+the products of experts (`matmul/grouped_check.py`)."""
 
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
@@ -68,15 +70,22 @@ class KernelCheck:
     def describe(self) -> str:
         """Format a log line: the kernel, and its largest error or the rejection reason."""
         name = f"{self.use.replace('_', ' ')} attention"
+        name = "products of experts" if self.use == "grouped" else name
         if self.rejection_reason:
             return f"{name}: {self.rejection_reason}; plain JAX instead"
+        kernel = kernel_of(self.use)
         if not self.errors:
-            return f"{name}: cuDNN's kernel, which other processes compared"
+            return f"{name}: {kernel}, which other processes compared"
         worst = max(self.errors, key=lambda name: self.errors[name])
         return (
-            f"{name}: cuDNN's kernel differs from the float32 reference by at most "
+            f"{name}: {kernel} differs from the float32 reference by at most "
             f"{self.errors[worst]:.1e} of its peak ({worst}), {TOLERANCE} are allowed"
         )
+
+
+def kernel_of(use: Use) -> str:
+    """Return the name of the kernel that computes a call."""
+    return "jax's Mosaic kernel" if use == "grouped" else "cuDNN's kernel"
 
 
 def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck:
@@ -85,17 +94,24 @@ def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck
     It compares forward and backward: on a ring, all kinds of hops between two groups of at most
     `_MAX_RING_LEN` positions; else complete rows with each window of the model.
     """
+    # NaN if any error is NaN
+    worst = lambda: dict(zip(_NAMES, np.max(_compare(use, shapes), axis=0), strict=True))
+    return judge(use, device, worst)
+
+
+def judge(use: Use, device: jax.Device, compare: Callable[[], dict[str, float]]) -> KernelCheck:
+    """Return the result of `compare` on a device: name -> error relative to the peak."""
+    kernel = kernel_of(use)
     try:
         with jax.default_device(device):
-            errors = np.max(_compare(use, shapes), axis=0)  # NaN if any error is NaN
-    except Exception as error:  # any failure of cuDNN, the compiler or jax
+            errors = {name: float(error) for name, error in compare().items()}
+    except Exception as error:  # any failure of the kernel, the compiler or jax
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        rejection = f"cuDNN's kernel failed ({reason[:200]})"
+        rejection = f"{kernel} failed ({reason[:200]})"
         return KernelCheck(errors={}, rejection_reason=rejection, use=use)
-    named = {name: float(e) for name, e in zip(_NAMES, errors, strict=True)}
-    wrong = [f"{name} by {e:.2g}" for name, e in named.items() if not e <= TOLERANCE]
-    rejection = f"cuDNN's kernel differs from the float32 reference: {', '.join(wrong)} of its peak"
-    return KernelCheck(errors=named, rejection_reason=rejection if wrong else "", use=use)
+    wrong = [f"{name} by {e:.2g}" for name, e in errors.items() if not e <= TOLERANCE]
+    rejection = f"{kernel} differs from the float32 reference: {', '.join(wrong)} of its peak"
+    return KernelCheck(errors=errors, rejection_reason=rejection if wrong else "", use=use)
 
 
 def _compare(use: Use, shapes: Shapes) -> list[list[float]]:

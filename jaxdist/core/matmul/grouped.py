@@ -3,7 +3,8 @@
 Rows are multiplied in blocks, each of which has rows of one group. Work and memory are those of the
 rows, not rows times groups: `lax.ragged_dot` expands to that on CPUs and on NVIDIA GPUs. On CPUs a
 loop runs the blocks that have rows. On GPUs a loop would start several small kernels for each
-block, so many blocks are one batched product, for which their matrices are copied.
+block, so many blocks are one batched product, for which their matrices are copied. On Hopper GPUs
+a kernel reads them where they are (`hopper.py`), after `grouped_check.py` has compared it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,11 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from jaxdist.core import collectives
+from jaxdist.core.matmul import hopper
 from jaxdist.core.types import Array
+
+Kernel: TypeAlias = Literal["blocks", "mosaic"]
+"""Implementations: blocks in plain JAX, or jax's kernels for Hopper."""
 
 _CPU_BLOCK, _GPU_BLOCK = 64, 2048
 """Maximum number of rows in a block."""
@@ -29,20 +34,24 @@ _ROWS_OF_A_COPY = 750
 2.85 TB/s, and for each row 2 FLOPs at 712 TFLOP/s."""
 
 COPIED = 2**27
-"""Maximum number of elements of the matrices that one batched product copies."""
+"""Maximum number of elements of the matrices that one batched product copies, if several."""
 
 
-def make_grouped_dot(platform: str) -> Callable[..., Array]:
+def make_grouped_dot(platform: str, kernel: Kernel = "blocks") -> Callable[..., Array]:
     """Make (x [rows, in], w [groups, in, out], sizes int32 [groups]) -> [rows, out].
 
     Rows are sorted by group; `sizes` are the numbers of rows of each. Rows after the last group
-    give 0. Sums are float32, the result has the dtype of x.
+    give 0. Sums are float32, the result has the dtype of x. Blocks multiply what a kernel cannot.
     """
 
     def dot(x: Array, w: Array, sizes: Array) -> Array:
+        """Return the products [rows, out]."""
         axes = tuple(sorted(collectives.varying_axes(x) | collectives.varying_axes(w)))
         block = block_rows(x.shape[0], w.shape[0], platform)
-        return _grouped(*collectives.vary((x, w, sizes), axes), block, platform != "cpu")
+        blocks = "looped" if platform == "cpu" else "batched"
+        is_rejected = kernel == "blocks" or hopper.rejection(w.shape[1:], x.dtype)
+        way = blocks if is_rejected else kernel
+        return _grouped(*collectives.vary((x, w, sizes), axes), block, way)
 
     return dot
 
@@ -62,6 +71,12 @@ def block_rows(rows: int, groups: int, platform: str) -> int:
 def num_blocks(rows: int, groups: int, block: int) -> int:
     """Return the largest number of blocks that any sizes of the groups need."""
     return rows // block + groups
+
+
+def batches_of(blocks: int, matrix_size: int) -> tuple[int, int]:
+    """Return the number of batched products for all blocks, and of blocks in each."""
+    batches = -(-blocks // max(1, COPIED // matrix_size))
+    return batches, -(-blocks // max(1, batches))
 
 
 class _Blocks(NamedTuple):
@@ -84,18 +99,22 @@ def _grouped(
     w: Float[Array, "groups d_in d_out"],
     sizes: Int[Array, " groups"],
     block: int,
-    is_batched: bool,
+    way: str,
 ) -> Float[Array, "rows d_out"]:
     """Return the product of each row with the matrix of its group."""
-    run = _batched if is_batched else _looped
+    if way == "mosaic":
+        return hopper.dot(x, w, sizes)
+    run = _batched if way == "batched" else _looped
     return run(x, w, sizes, block)
 
 
-def _backward(block: int, is_batched: bool, saved: Any, grad: Array) -> tuple[Array, Array, None]:
+def _backward(block: int, way: str, saved: Any, grad: Array) -> tuple[Array, Array, None]:
     """Return the gradients of x [rows, in] and w [groups, in, out]."""
     x, w, sizes = saved
-    dx = (_batched if is_batched else _looped)(grad, w.swapaxes(1, 2), sizes, block)
-    sum_blocks = _sum_batches if is_batched else _sum_looped
+    if way == "mosaic":
+        return hopper.dot(grad, w, sizes, transpose=True), hopper.sum_products(x, grad, sizes), None
+    dx = (_batched if way == "batched" else _looped)(grad, w.swapaxes(1, 2), sizes, block)
+    sum_blocks = _sum_batches if way == "batched" else _sum_looped
     return dx, sum_blocks(x, grad, w, sizes, block).astype(w.dtype), None
 
 
@@ -175,10 +194,9 @@ def _sum_batches(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> A
 
 def _in_batches(blocks: _Blocks, matrix_size: int) -> _Blocks:
     """Split the blocks into batches, [batches, blocks]; the last one gets blocks without rows."""
-    count = blocks.group.shape[0]
-    batches = -(-count * matrix_size // COPIED)
-    missing = -count % batches
-    return jax.tree.map(lambda a: jnp.pad(a, (0, missing)).reshape(batches, -1), blocks)
+    batches, each = batches_of(blocks.group.shape[0], matrix_size)
+    missing = batches * each - blocks.group.shape[0]
+    return jax.tree.map(lambda a: jnp.pad(a, (0, missing)).reshape(batches, each), blocks)
 
 
 def _rows_of(x: Array, blocks: _Blocks, block: int) -> Array:

@@ -85,17 +85,22 @@ def make_experts(grouped_dot: experts.GroupedDot) -> Callable[..., tuple[Array, 
         axes = tuple(sorted({axis for array in arrays for axis in collectives.varying_axes(array)}))
         inputs = collectives.vary(inputs, axes)
         plan = _plan(collectives.vary(chosen, axes), up.shape[0])
-        capacity = max(1, math.ceil(FACTOR * chosen.size / lax.axis_size(EXPERT.name)))
+        sent = capacity(chosen.size, lax.axis_size(EXPERT.name))
         # Tensor devices have the same tokens; with them the number does not vary over their axis.
         agreed = tuple(axis for axis in axes if axis in (EXPERT.name, TENSOR.name))
-        rounds = jnp.max(plan.counts + capacity - 1) // capacity
+        rounds = jnp.max(plan.counts + sent - 1) // sent
         rounds = collectives.all_reduce(rounds, agreed, "max")
-        run = partial(_round, grouped_dot, activate, capacity)
+        run = partial(_round, grouped_dot, activate, sent)
         # The rounds after the first are almost never needed and save no values for backward.
         total = run(plan, 0, inputs) + _further_rounds(run, plan, rounds, inputs)
         return total.astype(x.dtype).reshape(x.shape), jnp.maximum(rounds - 1, 0)
 
     return exchanged
+
+
+def capacity(assignments: int, size: int) -> int:
+    """Return the number of rows that a device sends to each of `size` devices in a round."""
+    return max(1, math.ceil(FACTOR * assignments / size))
 
 
 def _plan(chosen: Array, num_local: int) -> _Exchange:

@@ -1,4 +1,4 @@
-"""Check of cuDNN's attention kernel before the first step.
+"""Checks of cuDNN's attention kernel and of the kernels of experts before the first step.
 
 A process with devices of the mesh tries the kernel on one of them (`trials.py`). If one process
 rejects it, all do, because all must run the same program.
@@ -14,11 +14,14 @@ import jax
 from jaxdist.core import trials
 from jaxdist.core.attention import choose_kernel
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
+from jaxdist.core.forward import row_chunks
+from jaxdist.core.matmul.grouped_check import GroupedShapes
 from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.expert import EXPERT, capacity
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
-from jaxdist.core.step_plan import StepPlan, request_of
+from jaxdist.core.step_plan import StepPlan, choose_grouped, expert_widths, request_of
 from jaxdist.core.types import Model
 from jaxdist.settings import ConfigError
 
@@ -56,7 +59,33 @@ def check_kernel(
     return _agreed(shapes, layout, use, agree)
 
 
-def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelCheck:
+def check_grouped(
+    model: Model, layout: Layout, plan: StepPlan, config: TrainConfig, agree: Agree
+) -> KernelCheck | None:
+    """Return how the kernels of experts compare with the reference; collective.
+
+    The result is None if they cannot be used, or if the devices are only described.
+    """
+    untested = KernelCheck(errors={}, rejection_reason="", use="grouped")
+    if plan.device.is_described or not model.experts_call.per_token:
+        return None
+    kernel, _ = choose_grouped(model, layout, plan.device, plan.compute_dtype, untested)
+    if kernel == "blocks":
+        return None
+    ep, per_token = layout.size(EXPERT), model.experts_call.per_token
+    rows = config.global_batch_size // layout.num_replicas // plan.accumulation
+    rows //= row_chunks(max(1, rows), plan.max_row_chunks)
+    rows = per_token * max(1, rows) * config.seq_len // layout.size(CONTEXT)
+    shapes = GroupedShapes(
+        rows=rows if ep == 1 else capacity(rows, ep) * ep,
+        groups=model.dims["experts"] // ep,
+        widths=expert_widths(model, layout),
+        dtype=plan.compute_dtype,
+    )
+    return _agreed(shapes, layout, "grouped", agree)
+
+
+def _agreed(shapes: Shapes | GroupedShapes, layout: Layout, use: Use, agree: Agree) -> KernelCheck:
     """Return this process's check result, or a rejection by another process; collective."""
     here = jax.local_devices()
     own = [device for device in layout.mesh.devices.flat if device in here]
@@ -64,7 +93,8 @@ def _agreed(shapes: Shapes, layout: Layout, use: Use, agree: Agree) -> KernelChe
     if own:
         check = trials.try_kernel(use, shapes, own[0])
     first = lambda texts: next(filter(None, texts), "")
-    rejection = agree(f"{use}_attention", check.rejection_reason, first)
+    name = "grouped products" if use == "grouped" else f"{use}_attention"
+    rejection = agree(name, check.rejection_reason, first)
     if rejection and not check.rejection_reason:
         reason = f"in another process {rejection}"
         return KernelCheck(errors={}, rejection_reason=reason, use=use)

@@ -35,7 +35,7 @@ def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
         for axis in layout.used
         for name, hook in axis.hooks(layout.sequence_parallel).items()
     }
-    grouped_dot = grouped.make_grouped_dot(plan.platform)
+    grouped_dot = grouped.make_grouped_dot(plan.platform, plan.grouped)
     make_experts = hooks.pop("experts", experts.make_experts)
     tensor_index = hooks.get("tensor_index", int)
     own: dict[str, Any] = {"weight_gradient": cpu.weight_gradient} if plan.platform == "cpu" else {}

@@ -44,6 +44,9 @@ RULES: dict[str, Rule] = {**ELEMENTWISE, **shapes.RULES}
 SUMS = operations("psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter")
 GATHERS = operations("all_gather all_gather_invariant all_gather_reduced")
 
+UNTYPED = operations("custom_vmap_call mpmd_map")
+"""Operations of Pallas kernels, for whose results jax has no types of varying values."""
+
 States = tuple[int, ...]
 """The states of one value, one per mesh axis."""
 
@@ -103,7 +106,8 @@ class Interpreter:
             in_states = [state_of(v) for v in equation.invars]
             outputs = self._equation(equation, in_states, path, live)
             for variable, state in zip(equation.outvars, outputs, strict=True):
-                states[variable] = self._typed(variable.aval, state)
+                is_typed = equation.primitive.name not in UNTYPED
+                states[variable] = self._typed(variable.aval, state) if is_typed else state
         out = [state_of(v) for v in program.outvars]
         self._memo[key] = program, out  # keeps the program alive, so that its id stays unique
         return out

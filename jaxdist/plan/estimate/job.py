@@ -102,7 +102,7 @@ class Job:
 
     Attributes:
         packed: whether rows are packed; None = as the settings state.
-        check: that of cuDNN's kernel; None = assumed to pass.
+        checks: those of kernels; a kernel without one is assumed to pass.
         own_moment_bytes: per device, of an optimizer passed from Python; None = none was.
     """
 
@@ -112,7 +112,7 @@ class Job:
     model: Model
     engine: Engine = dataclasses.field(default_factory=Engine)
     packed: bool | None = None
-    check: KernelCheck | None = None
+    checks: tuple[KernelCheck, ...] = ()
     own_moment_bytes: float | None = None
 
     @classmethod
@@ -146,7 +146,7 @@ class Job:
             return None
         if problems := made[0].mesh_problems(self.spec, made[1]):
             raise teacher_problems(self.config.objective.teacher, problems)
-        return dataclasses.replace(self, config=made[0], model=made[1], check=None)
+        return dataclasses.replace(self, config=made[0], model=made[1], checks=())
 
     @functools.cached_property
     def plan(self) -> StepPlan:
@@ -161,7 +161,7 @@ class Job:
         )
         settings = StepSettings(config.train, config.precision, config.pipeline)
         packed = config.data.packs_documents if self.packed is None else self.packed
-        return plan_step(self.model, self.layout, device, packed, settings, self.check)
+        return plan_step(self.model, self.layout, device, packed, settings, self.checks)
 
     @property
     def dtype(self) -> Any:

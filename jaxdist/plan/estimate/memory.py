@@ -181,8 +181,9 @@ def _phases(job: Job) -> dict[str, Parts]:
     middle = job.num_fp8_layers / max(1, job.layers_per_stage) * job.total(job.layers, "param")
     # Gradients of fp8 layers are a separate array until they are merged.
     layers = job.only_trained(job.layers)
-    # Compiled programs copy gradients of the experts' first matrices to another layout.
-    moved = [w for w in layers if "experts" in w.dims and None in w.dims]
+    # Without a kernel, gradients of the experts' first matrices are copied to another layout.
+    has_kernel = job.plan.grouped == "mosaic"
+    moved = [w for w in layers if "experts" in w.dims and None in w.dims and not has_kernel]
     copied = job.total(layers, "param") + job.total(moved, "param")
     layer_grads = {"layer gradients": WIDE * (copied + middle)}
     # Gradient buffers of gathered weights are zeroed before the loss, the others after it.

@@ -76,11 +76,11 @@ class Budget:
         memory = estimate_memory(job)
         return cls(job=job, memory=memory, limit_bytes=limit, remat=remat, own_gpus=own_gpus)
 
-    def replanned(self, packed: bool, check: KernelCheck | None) -> Budget:
-        """Return the budget, estimated again for packed or unpacked rows and a check of cuDNN."""
+    def replanned(self, packed: bool, checks: tuple[KernelCheck, ...]) -> Budget:
+        """Return the budget, estimated again for packed or unpacked rows and checks of kernels."""
         job = self.job if self.remat is None else self.job.changed("train", remat="auto")
         return Budget._of_job(
-            dataclasses.replace(job, packed=packed, check=check), self.limit_bytes, self.own_gpus
+            dataclasses.replace(job, packed=packed, checks=checks), self.limit_bytes, self.own_gpus
         )
 
     def line(self) -> str:

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
-from jaxdist.core.matmul.grouped import COPIED, block_rows, num_blocks
+from jaxdist.core.matmul import hopper
+from jaxdist.core.matmul.grouped import batches_of, block_rows, num_blocks
 from jaxdist.core.parallel.expert import EXPERT, FACTOR
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -62,6 +64,13 @@ class ModelCosts:
     def forward(self) -> Work:
         """Return the forward work of a layer: products, and a write and a read of saved values."""
         return self._work(self.job.everything_kept.layer)
+
+    def expert_work(self) -> tuple[Work, Work]:
+        """Return the work of a layer's experts beyond an MLP's, forward and backward; none here.
+
+        `forward` includes the first.
+        """
+        return Work(), Work()
 
     def recomputed(self, forward: Work) -> Work:
         """Return the forward work that backward of one layer recomputes: 0 without remat."""
@@ -123,8 +132,6 @@ _RECOMPUTED_UNROLLED = 0.75
 """Memory traffic of recomputation in unrolled layers, as a share of forward's, from the compiled
 1.7B model: "dots" takes 12 ms more than "none"."""
 
-_EXPERT_PASSES = 3
-"""Passes over the rows of experts: sorted, exchanged or copied, and added up. Not measured."""
 
 _KERNELS_PER_BATCH, _KERNEL_S = 4, 4e-6
 """Kernels that copy and multiply one batch of blocks of experts, and the time to start one."""
@@ -162,17 +169,63 @@ class DecoderCosts(ModelCosts):
         weights = self.d_model * (2 * self.queries + 2 * self.keys + self.up + self.hidden)
         elements = passes.query_passes * (self.queries + self.keys)
         elements += passes.hidden_passes * (self.up + self.hidden) / 2
-        elements += _EXPERT_PASSES * self.expert_rows / job.tokens
         stream = passes.stream_passes * self.d_model * job.stream_tokens
-        copied = 2 * self._expert_blocks * sum(self._expert_matrices)
         scores = attention.keys_seen(job) * self.queries
-        return Work(
-            products=2.0 * job.tokens * weights,
-            attention=4.0 * job.tokens * scores,
-            memory_bytes=job.compute_bytes * (job.tokens * elements + stream + copied)
-            + 4 * attention.score_bytes(job)
-            + attention.block_bytes(job),
-        ) * float(self.shape.layers)
+        return (
+            Work(
+                products=2.0 * job.tokens * weights,
+                attention=4.0 * job.tokens * scores,
+                memory_bytes=job.compute_bytes * (job.tokens * elements + stream)
+                + 4 * attention.score_bytes(job)
+                + attention.block_bytes(job),
+            )
+            * float(self.shape.layers)
+            + self.expert_work()[0]
+        )
+
+    def expert_work(self) -> tuple[Work, Work]:
+        """Return the work of a layer's experts beyond that of an MLP: forward, and backward.
+
+        Counted are the arrays that `core/experts.py`, `parallel/expert.py` and `matmul/grouped.py`
+        read and write, and products of unused rows. Backward computes the outputs of experts again,
+        because the gradients of a token's shares read them.
+        """
+        job, parts, d = self.job, self.shape.experts_per_token, self.d_model
+        if not parts:
+            return Work(), Work()
+        moves, chosen, rows = (3 if job.spec[EXPERT] > 1 else 1), job.tokens * parts, self._rows
+        # Rows move to their expert and back by gathers, and a token's outputs are added in float32.
+        forward = 2.0 * moves * rows * d + chosen * d + 3 * job.tokens * d
+        # Gradients of outputs (float32) and shares; rows move back; those of a token are added.
+        backward = (2.0 * moves + 1) * rows * d + 2 * chosen * d + 3 * job.tokens * d
+        layers, num_bytes, groups = self.shape.sparse_layers, job.compute_bytes, self.local_experts
+        gathered = any(job.is_gathered(w) for w in job.layers if "experts" in w.dims)
+        unused = again = 0.0
+        for width_in, width_out in ((d, self.up // parts), (self.hidden // parts, d)):
+            both, size = width_in + width_out, width_in * width_out
+            computed = rows + hopper.MULTIPLE * (groups - 1)  # a part of a tile each
+            # Gathered matrices, and gradients to scatter, are put in order, because d_model is
+            # not their outermost dim.
+            forward += 2 * gathered * groups * size
+            backward += 2 * gathered * groups * size
+            if blocks := math.prod(batches_of(self._expert_blocks, size)):
+                computed = blocks * block_rows(rows, groups, "gpu")
+                blocks *= groups > 1  # a single matrix is not copied
+                # Rows are read into blocks and written, matrices copied, results put in order.
+                forward += rows * (both + width_out) + computed * width_in + 2 * blocks * size
+                backward += rows * (both + width_in) + computed * width_out + 2 * blocks * size
+                # In float32, the sum of a group is copied, that of a block is added and written
+                # back (5 passes); at the end all are cast.
+                backward += 2 * computed * both + 5 * WIDE / num_bytes * blocks * size
+                backward += (1 + WIDE / num_bytes) * groups * size
+            unused += 2.0 * size * (computed - chosen)
+            again = 2.0 * size * chosen
+        own = Work(unused, memory_bytes=num_bytes * forward)
+        back = own * (1 + job.trained_share(job.layers))
+        back = dataclasses.replace(back, memory_bytes=num_bytes * backward)
+        if job.remat != "none":
+            back += own + Work(again)
+        return own * layers, back * layers
 
     def recomputed(self, forward: Work) -> Work:
         """Return the work that backward of one layer recomputes, for values that remat drops."""
@@ -303,17 +356,23 @@ class DecoderCosts(ModelCosts):
         """Return the seconds to start the kernels of one layer's experts, forward and backward."""
         if not self.shape.experts_per_token:
             return 0.0
-        sizes = [self._expert_blocks * size for size in self._expert_matrices]
-        batches = sum(-(-size // COPIED) for size in sizes)
+        batches = sum(batches_of(self._expert_blocks, size)[0] for size in self._expert_matrices)
         passes = 3 + (not self.job.keeps("mlp_hidden"))  # forward, two products of backward
         return passes * batches * _KERNELS_PER_BATCH * _KERNEL_S * self.shape.sparse_layers
 
     @property
     def _expert_blocks(self) -> int:
-        if not self.shape.experts_per_token:
+        """Number of blocks of a layer's products; 0 for an MLP, or with a kernel."""
+        if not self.shape.experts_per_token or self.job.plan.grouped == "mosaic":
             return 0
-        rows, groups = self.expert_rows // (2 * self.d_model), self.local_experts
+        rows, groups = self._rows, self.local_experts
         return num_blocks(rows, groups, block_rows(rows, groups, "gpu"))
+
+    @property
+    def _rows(self) -> int:
+        """Number of rows that a layer with experts sorts by expert, unused ones included."""
+        each = 2 * self.d_model * self.shape.sparse_layers
+        return self.expert_rows * self.shape.layers // each
 
     @property
     def _expert_matrices(self) -> tuple[int, int]:
@@ -372,7 +431,8 @@ class DecoderCosts(ModelCosts):
         loops = 1 + (job.spec[EXPERT] > 1)
         # Backward of a block computes all its layers again.
         elements = (job.tokens * (mlp + stream) + loops * 2 * self.expert_rows) * self.shape.layers
-        matrices = min(COPIED, self._expert_blocks * max(self._expert_matrices))
+        size = max(self._expert_matrices)
+        matrices = size * batches_of(self._expert_blocks, size)[1]
         copied = loops * (job.compute_bytes + WIDE) * matrices
         return job.compute_bytes * elements + copied + scores + self._context_extra()
 

@@ -203,13 +203,14 @@ def model_flops_per_token(job: Job) -> float:
 def layer_backward(job: Job) -> Work:
     """Return the work of one layer's backward, including recomputation."""
     costs = costs_of(job)
-    forward = costs.forward()
+    own, own_backward = costs.expert_work()
+    forward = costs.forward() + own * -1
     backward = Work(
         products=(1.0 + job.trained_share(job.layers)) * forward.products,
         attention=_ATTENTION_BACKWARD * forward.attention,
         memory_bytes=job.engine.software.backward_passes * forward.memory_bytes,
     )
-    return backward + costs.recomputed(forward) + _stacked(job, costs)
+    return backward + own_backward + costs.recomputed(forward) + _stacked(job, costs)
 
 
 _STACK_PASSES = 3
