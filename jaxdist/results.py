@@ -227,7 +227,7 @@ class Run:
             dtype: dtype of the weights: "float32", "bfloat16", "float16"; "stored" = unchanged.
 
         Raises:
-            ConfigError: the model is not a decoder, or the directory exists.
+            ConfigError: the model is no decoder or has adapters, or the directory exists.
         """
         from jaxdist.tools.convert import to_hf
 
