@@ -119,7 +119,9 @@ def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int
     [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Sends B·(n−1)/n bytes. The exchange is
     among `group` neighbors of the axis; 0 = all devices.
     """
-    groups = _neighbors(axes, group) if group and isinstance(axes, str) else None
+    size, groups = group_size(axes), None
+    if group and group != size:
+        groups = [list(range(first, first + group)) for first in range(0, size, group)]
     return lax.all_to_all(
         x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True, axis_index_groups=groups
     )
@@ -159,13 +161,6 @@ def permute_in_pairs(x: Same, axis: str, shift: int) -> Same:
 
 def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _neighbors(axis: str, group: int) -> list[list[int]] | None:
-    size = lax.axis_size(axis)
-    if group == size:
-        return None
-    return [list(range(first, first + group)) for first in range(0, size, group)]
 
 
 if not TYPE_CHECKING:

@@ -75,18 +75,13 @@ class Ring(NamedTuple):
             return None
         return self.group >= steps_back
 
-    def halves(
-        self, x: Shaped[Array, "batch length ..."]
-    ) -> tuple[Shaped[Array, "batch half ..."], Shaped[Array, "batch half ..."]]:
-        """Return the early and the late half of the positions of x, each in row order."""
-        each = x.reshape(x.shape[0], self.inner, 2, -1, *x.shape[2:])
-        flat = lambda half: half.reshape(x.shape[0], -1, *x.shape[2:])
-        # In the late half of a group, the positions of the first device are the last.
-        return flat(each[:, :, 0]), flat(each[:, ::-1, 1])
-
     def in_row_order(self, x: Shaped[Array, "batch length ..."]) -> Array:
         """Reorder positions from device order to row order: [batch, length, ...]."""
-        return x if self.inner == 1 else jnp.concatenate(self.halves(x), axis=1)
+        if self.inner == 1:
+            return x
+        each = x.reshape(x.shape[0], self.inner, 2, -1, *x.shape[2:])
+        # In the late half of a group, the positions of the first device are the last.
+        return jnp.stack([each[:, :, 0], each[:, ::-1, 1]], axis=1).reshape(x.shape)
 
     def in_device_order(self, x: Shaped[Array, "batch length ..."]) -> Array:
         """Undo `in_row_order`: [batch, length, ...]."""

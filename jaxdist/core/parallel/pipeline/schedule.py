@@ -60,7 +60,8 @@ class Schedule:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Return the kinds of actions in this schedule; evaluation has only forward."""
-        return ordered(set().union(*map(kinds_of, self.ticks)))
+        kinds = set().union(*map(kinds_of, self.ticks))
+        return tuple(kind for kind in KINDS if kind in kinds)
 
     def virtual_stage(self, stage: int, virtual: int) -> int:
         """Return the index in the model of virtual stage `virtual` of a stage."""
@@ -87,11 +88,6 @@ class Schedule:
 def kinds_of(tick: Tick) -> set[Kind]:
     """Return the kinds of action in a tick."""
     return {action.kind for action in tick if action is not None}
-
-
-def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
-    """Return these kinds in the order of `KINDS`."""
-    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def check(schedule: Schedule) -> None:
