@@ -13,8 +13,7 @@ from jaxdist.models.expert_settings import ExpertSettings, repeated_block
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
-"""Embedding tables are padded to a multiple of this, so that tensor axes whose sizes divide it can
-split them; padding entries get no probability."""
+"""Rows of tables are padded to a multiple of this, so that tensor axes of 2, 4, ... divide them."""
 
 ROPE_SCALING: Mapping[str, Mapping[str, float | bool | None]] = {
     "linear": {"factor": None},

@@ -237,9 +237,8 @@ _HARMLESS_IN_FAMILY = {
     ("gpt_oss", "experts_per_token"),
     ("gpt_oss", "initial_context_length"),
 }
-"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of
-transformers. Qwen2-MoE has a window only with `use_sliding_window`. gpt-oss has second names of
-`num_experts_per_tok` and of YaRN's original length."""
+"""Harmless keys of one family. Phi-3's `auto_map` names code that is now part of transformers;
+Qwen2-MoE has a window only with `use_sliding_window`; gpt-oss has second names of two keys."""
 
 
 def key_problems(hf: Any, family: str) -> list[str]:

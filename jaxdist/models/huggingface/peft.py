@@ -207,48 +207,45 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
     if not isinstance(peft, Mapping):
         raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
     problems = [
-        f"{source}: {key}={value!r} is not supported. Only {_HARMLESS[key]!r} is."
+        f"{key}={value!r} is not supported. Only {_HARMLESS[key]!r} is."
         for key, value in peft.items()
         if key in _HARMLESS and value not in (_HARMLESS[key], None, [], {})
     ]
     supported = {*write_config(model, LoraConfig(), source), *_IGNORED}
     problems += [
-        f"{source}: the key {key!r} with value {value!r} is unknown. Remove it if it has no effect."
+        f"the key {key!r} with value {value!r} is unknown. Remove it if it has no effect."
         for key, value in peft.items()
         if key not in supported and value not in (None, False, {}, [])
     ]
     if peft.get("peft_type") != "LORA":
-        problems.append(f"{source}: peft_type={peft.get('peft_type')!r}. Only LORA is supported.")
+        problems.append(f"peft_type={peft.get('peft_type')!r}. Only LORA is supported.")
     if peft.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
         problems.append(
-            f"{source}: init_lora_weights={peft['init_lora_weights']!r} also changes the base "
+            f"init_lora_weights={peft['init_lora_weights']!r} also changes the base "
             "weights. Save it with PEFT's path_initial_model_for_weight_conversion first."
         )
     names = [name for of in modules_of(model).values() for name in of]
     targets = _targets(peft.get("target_modules"), model, source)
     parameters = peft.get("target_parameters") or []
-    of_experts = {
-        f"{_EXPERTS}{name}": name for name in names if name not in _linear(model).values()
-    }
+    linear = _linear(model).values()
+    of_experts = {f"{_EXPERTS}{name}": name for name in names if name not in linear}
     if wrong := [name for name in parameters if name not in of_experts]:
         problems.append(
-            f"{source}: target_parameters has {', '.join(wrong)}, which cannot have an adapter "
+            f"target_parameters has {', '.join(wrong)}, which cannot have an adapter "
             f"here. Supported are: {', '.join(of_experts) or 'none'}."
         )
     targets += [of_experts[name] for name in parameters if name in of_experts]
     if not targets:
-        problems.append(f"{source}: target_modules matches none of {', '.join(names)}.")
+        problems.append(f"target_modules matches none of {', '.join(names)}.")
     saved = peft.get("modules_to_save") or []
     if set(saved) - {"classifier", "score"} or (saved and peft.get("task_type") != "SEQ_CLS"):
-        problems.append(
-            f"{source}: modules_to_save={saved!r} is not supported. Only the score of SEQ_CLS is."
-        )
+        problems.append(f"modules_to_save={saved!r} is not supported. Only SEQ_CLS's score is.")
     if peft.get("alpha_pattern"):
-        problems.append(f"{source}: alpha_pattern is not supported: use one lora_alpha.")
+        problems.append("alpha_pattern is not supported: use one lora_alpha.")
     if peft.get("use_dora") and peft.get("use_rslora"):
-        problems.append(f"{source}: use_dora together with use_rslora is not supported.")
+        problems.append("use_dora together with use_rslora is not supported.")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"{source}: {problem}" for problem in problems])
     indices = peft.get("trainable_token_indices") or {}
     if isinstance(indices, list):  # of the embedding table
         indices = dict.fromkeys(list(_token_indices(model, indices) or {})[:1], indices)

@@ -29,8 +29,7 @@ STORAGE_BYTES_PER_S = 2e12
 _SAVE_S = 0.1
 """Fixed seconds for which a save delays training (`scripts/bench/results/checkpoint.md`)."""
 _WRITE_SHARE = 0.1
-"""Share of the time of a background write by which it delays training: an assumption. It takes
-host memory, processors and the network of the collectives."""
+"""Assumed share of the time of a background write by which it delays training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

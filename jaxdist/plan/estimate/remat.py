@@ -31,8 +31,7 @@ NESTED_POLICIES = tuple(policy for policy in POLICIES if not policy.startswith("
 """Each keeps at least as many bytes on the GPU as the next."""
 
 WRONG_OFFLOAD = ("0.10.2", "0.11.0")
-"""Versions of jax whose XLA:GPU reads offloaded activations in the wrong order: openxla/xla#46231,
-and the programs in `scripts/bench/results/offload.md`."""
+"""Versions of jax that read offloaded activations in the wrong order (openxla/xla#46231)."""
 
 TOLERANCE = 0.05
 """Assumed relative error of the memory estimate."""
