@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from jaxdist.settings import ConfigError
 
@@ -47,10 +49,13 @@ def _home() -> Path:
 @contextlib.contextmanager
 def only_one(path: Path) -> Iterator[None]:
     """Hold the lock file `path` during a `with` block; other processes of this host wait."""
-    import fcntl
-
     with path.open("w") as file:
-        # Without locks every process tokenizes, and the first rename wins.
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        flock(file, fcntl.LOCK_EX)
         yield
+
+
+def flock(file: TextIO, kind: int) -> None:
+    """Lock a file, or change the kind of its lock, on file systems that have locks."""
+    # Without locks every process tokenizes, and the first rename wins.
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, kind)

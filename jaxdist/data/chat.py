@@ -80,12 +80,12 @@ def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[M
         raise BadRecord(f"has no list 'messages' (keys: {have}). Use data.records=text for text.")
     more = ("tools", "system", "functions", "documents")  # `generate` accepts other fields
     check_fields(record if answered else {key: record.get(key) for key in more}, ("messages",))
-    check_messages(messages)
+    checked = check_messages(messages)
     if not answered and messages[-1]["role"] != "user":
         raise BadRecord("does not end with a user message: there is nothing to answer.")
     if answered and not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("has no assistant message: there is nothing to learn.")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
+    return checked
 
 
 _SPEAKERS = {
@@ -128,8 +128,8 @@ def _message_of(turn: Any) -> Any:
     return {"role": role, "content": turn["value"], **rest}
 
 
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raise `BadRecord` for a wrong role, content or field of a message, or an empty answer."""
+def check_messages(messages: Sequence[Any]) -> list[Message]:
+    """Return role and content of each message; raise `BadRecord` if they are wrong."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise BadRecord(f"message {number} is not an object with role and content.")
@@ -143,6 +143,7 @@ def check_messages(messages: Sequence[Any]) -> None:
             raise BadRecord(f"message {number} has content of type {kind}: it must be text.")
         if message["role"] == "assistant" and not message["content"].strip():
             raise BadRecord(f"message {number} is an empty answer. Repair or remove the record.")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def is_metadata(name: str) -> bool:

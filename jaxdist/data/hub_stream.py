@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
-from jaxdist.data.cache import cache_folder
+from jaxdist.data.cache import cache_folder, flock
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, corpus_key, write_shard
 from jaxdist.data.encoding import Encoder
@@ -208,12 +208,12 @@ class StreamedPart:
         self._folder.mkdir(parents=True, exist_ok=True)
         path, lock = self._folder / f"{shard:06d}", self._lock(shard)
         try:
-            _flock(lock, fcntl.LOCK_SH)
+            flock(lock, fcntl.LOCK_SH)
             while not (path / "corpus.json").exists():
-                _flock(lock, fcntl.LOCK_EX)  # waits only while it is made or deleted
+                flock(lock, fcntl.LOCK_EX)  # waits only while it is made or deleted
                 if not (path / "corpus.json").exists():
                     self._make(self._files[shard], path)
-                _flock(lock, fcntl.LOCK_SH)  # not atomic: it may be deleted in between
+                flock(lock, fcntl.LOCK_SH)  # not atomic: it may be deleted in between
             rows, held_out = self._split(Corpus(path), 0.0 if shard else self._held)
             if self.counts[shard] not in (-1, rows.num_rows):
                 raise ConfigError(
@@ -268,12 +268,6 @@ def _parts_of(file: HubFile) -> list[HubFile]:
     has_parts = kind_of(file) == "parquet" or file.name.endswith(".tar")
     count = max(1, file.num_bytes // PART_BYTES) if has_parts else 1
     return [dataclasses.replace(file, part=part, num_parts=count) for part in range(count)]
-
-
-def _flock(lock: TextIO, kind: int) -> None:
-    # Without locks every process tokenizes, and the first rename wins.
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, kind)
 
 
 def _digest_of(path: Path, tag: str) -> str:

@@ -114,8 +114,7 @@ def encode_text_label(
 def _messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BadRecord(f"has no list of messages {name!r}.")
-    check_messages(value)
-    return [{"role": m["role"], "content": m["content"]} for m in value]
+    return check_messages(value)
 
 
 def _encode_messages(
