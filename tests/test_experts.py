@@ -10,7 +10,7 @@ import pytest
 from commands import records, run_here, tiny
 from decoders import VARIANTS, logits_of, random_tokens
 from jax.sharding import PartitionSpec as P
-from refusals import missing, refused
+from refusals import refused
 from test_estimate_traffic import moved
 from test_traffic import lowered, traffic
 from tiny import (
@@ -495,13 +495,6 @@ def test_a_saved_run_resumes_on_meshes_with_and_without_experts(tmp_path):
 def test_conflicts_with_experts_are_rejected(flags, facts):
     with refused(*facts):
         read_run(["--simulate=8", *flags], command="test")
-
-
-def test_preference_tuning_of_experts_is_rejected():
-    run = dict(seq_len=16, num_tokens=0, tokenizer="bytes", simulate=0, matmul_dtype="auto")
-    (problem,) = CONFIGS["experts"].run_problems(objective="dpo", **run)
-    assert not missing(problem, "objective.kind=dpo", "model.num_experts=8", "cross_entropy")
-    assert CONFIGS["rotary"].run_problems(objective="dpo", **run) == []
 
 
 def test_plan_counts_active_work_and_all_memory():

@@ -479,7 +479,6 @@ class RunConfig:
             num_tokens=num_tokens,
             tokenizer=data.tokenizer_name,
             simulate=self.simulate,
-            objective=self.objective.kind,
             matmul_dtype=self.precision.matmul_dtype,
         )
         for source in data.sources:

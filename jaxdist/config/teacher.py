@@ -39,7 +39,7 @@ def teacher_of(
         raise teacher_problems(path, error.problems) from None
     problems = settings.run_problems(
         seq_len=config.train.seq_len, num_tokens=0, tokenizer="", simulate=config.simulate,
-        objective="cross_entropy", matmul_dtype="auto",
+        matmul_dtype="auto",
     )  # fmt: skip
     if settings.num_labels:
         problems.append("it has a score head. Use a model that predicts tokens.")

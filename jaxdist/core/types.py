@@ -37,6 +37,9 @@ REFERENCE, MISMATCHED = "reference_logps", "kl_"
 """Fields of preference tuning: the reference's log-probability of each row, float32 [batch], and
 the start of the names of fields with another record's completion, for the baseline of KTO."""
 
+ROW_SHARE = "row_share"
+"""Field of objectives of complete rows: part of an example that a row is, float32 [batch]."""
+
 TEACHER_TOKENS, TEACHER_LOGPS = "teacher_tokens", "teacher_logps"
 """Fields of distillation: the teacher's most probable tokens, int32 [batch, seq, outcomes], and
 their log-probabilities, float32 [batch, seq, outcomes + 1], the last of any other token."""

@@ -348,11 +348,10 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
         num_tokens: int,
         tokenizer: str,
         simulate: int,
-        objective: str,
         matmul_dtype: str,
     ) -> list[str]:
         """Return error messages for conflicts of model and run; `num_tokens` 0 = unknown."""
-        errors = self.expert_conflicts(objective=objective, matmul_dtype=matmul_dtype)
+        errors = self.expert_conflicts(matmul_dtype)
         if self.positions == "learned" and seq_len > self.max_seq_len:
             errors.append(
                 f"train.seq_len={seq_len} is longer than model.max_seq_len={self.max_seq_len}, the "

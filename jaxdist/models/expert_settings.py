@@ -96,22 +96,14 @@ class ExpertSettings:
         """Share of the experts that process a token; 1 without experts."""
         return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
-    def expert_conflicts(self, *, objective: str, matmul_dtype: str) -> list[str]:
-        """Return error messages for conflicts with the objective and number formats of a run."""
-        if not self.num_experts:
+    def expert_conflicts(self, matmul_dtype: str) -> list[str]:
+        """Return error messages for conflicts with the number formats of a run."""
+        if not self.num_experts or matmul_dtype == "auto":
             return []
-        problems = []
-        if objective != "cross_entropy":
-            problems.append(
-                f"objective.kind={objective} with model.num_experts={self.num_experts}: the "
-                "balance loss is defined for cross-entropy only. Use cross_entropy."
-            )
-        if matmul_dtype != "auto":
-            problems.append(
-                f"precision.matmul_dtype={matmul_dtype} with model.num_experts={self.num_experts}: "
-                "products of experts have no such format. Use auto."
-            )
-        return problems
+        return [
+            f"precision.matmul_dtype={matmul_dtype} with model.num_experts={self.num_experts}: "
+            "products of experts have no such format. Use auto."
+        ]
 
     def expert_problems(
         self, bias: Sequence[str], num_layers: int, full_attention_every: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.core import collectives
 from jaxdist.core.types import (
     LAYER_SUM,
+    ROW_SHARE,
     Array,
     Batch,
     Context,
@@ -119,14 +120,11 @@ class Experts(nnx.Module):
     def _kept(self, chosen: Array, aux: dict[str, Any], context: Context) -> Array:
         """Return bool [batch, seq_shard, choices]: the expert still has capacity in the row."""
         config, index, real = self.config, aux["index"], aux["real"][..., None] > 0
-        length = chosen.shape[1] * context.sum(1, "seq_shard")
-        own = jnp.where(real, chosen, config.num_experts).astype(jnp.float32)
-        shape = (chosen.shape[0], length, chosen.shape[2])
-        zeros = collectives.vary(jnp.zeros(shape), tuple(collectives.varying_axes(own)))
-        row = context.sum(zeros.at[:, index].set(own), "seq_shard").astype(jnp.int32)
+        own = jnp.where(real, chosen, config.num_experts)
+        row = _complete_rows(own, index, context, "seq_shard").astype(jnp.int32)
         is_chosen = jax.nn.one_hot(row, config.num_experts, dtype=jnp.int32).sum(-2)
         before = (jnp.cumsum(is_chosen, axis=1) - is_chosen)[:, index]
-        mean = config.experts_per_token * length / config.num_experts
+        mean = config.experts_per_token * row.shape[1] / config.num_experts
         capacity = math.ceil(round(config.routing.capacity_factor * mean, 6))
         return (jnp.take_along_axis(before, chosen, axis=-1) < capacity) & real
 
@@ -238,12 +236,23 @@ class Experts(nnx.Module):
 def routing_aux(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Array]:
     """Return `weights` and `real` (0 = padding of packed rows), float32 [batch, seq_shard] each.
 
+    The sum of the weights is that of the objective. If it counts complete rows, a row's tokens have
+    equal weights, up to the last one that the objective uses.
     If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...], and
     recorded choices `routing`, int32 [batch, seq_shard, layers with experts, experts_per_token].
     """
     weights = batch["weights"].astype(jnp.float32)
     real = (batch["segments"] > 0) if "segments" in batch else jnp.ones_like(weights, bool)
     totals = {name: batch[name][0] for name in STEP_SUMS if name in batch}
+    if ROW_SHARE in batch:
+        # A score is computed at the token with a weight, and the target is the token after it.
+        index = context.position_ids(weights.shape[1])
+        row = _complete_rows(weights > 0, index, context, "seq")
+        after = 1 if config.num_labels else 2
+        last = jnp.max(jnp.where(row > 0, jnp.arange(row.shape[1]), -after), axis=1, keepdims=True)
+        count = jnp.minimum(last + after, row.shape[1])
+        real = index < count
+        weights = real * batch[ROW_SHARE][:, None] / jnp.maximum(count, 1)
     real = real.astype(jnp.float32)
     if "routing" in batch:
         shape = (config.num_layers - len(config.dense_layers), config.experts_per_token)
@@ -255,6 +264,19 @@ def routing_aux(config: DecoderConfig, batch: Batch, context: Context) -> dict[s
             )
         totals["routing"] = context.split(batch["routing"])
     return {"weights": context.split(weights), "real": context.split(real), **totals}
+
+
+def _complete_rows(
+    own: Array, index: Array, context: Context, over: Literal["seq", "seq_shard"]
+) -> Array:
+    """Return complete rows, float32 [batch, seq, ...], of a device's positions `index`, [n].
+
+    `own` are their values, [batch, n, ...]. Devices that share rows over `over` add theirs.
+    """
+    own = own.astype(jnp.float32)
+    shape = (own.shape[0], own.shape[1] * context.sum(1, over), *own.shape[2:])
+    zeros = collectives.vary(jnp.zeros(shape), tuple(collectives.varying_axes(own)))
+    return context.sum(zeros.at[:, index].set(own), over)
 
 
 def join_layers(kinds: Sequence[tuple[Any, Params, Any]]) -> tuple[Any, Params, Any]:

@@ -30,6 +30,7 @@ from jaxdist.core.step.omitted_sums import check_equal, definition_of, explain_t
 from jaxdist.core.step_plan import StepPlan
 from jaxdist.core.types import (
     BATCH_STATISTICS,
+    TRAINED,
     Array,
     Batch,
     Context,
@@ -161,7 +162,7 @@ def _make_accumulation(
         def scaled_loss(moving: Params, micro: Batch) -> tuple[Array, Sums]:
             whole = merged(moving, params)
             sums = forward.loss(whole, micro, context)
-            return trained_loss(sums) * scale, sums
+            return trained_loss(_each_once(sums)) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             moving = trained(params, forward.model.axes)
@@ -172,6 +173,19 @@ def _make_accumulation(
         return _accumulate(microbatch, batch, num_microbatches)
 
     return value_and_grad
+
+
+def _each_once(sums: Sums) -> Sums:
+    """Return the terms of the trained loss, float32 [], which devices that share rows may add up.
+
+    Next to a term that differs on these devices, each of them contributes its part of an equal one.
+    """
+    terms = {name: sums[name] for name in TRAINED if name in sums}
+    differs = {name: CONTEXT.name in collectives.varying_axes(x) for name, x in terms.items()}
+    if not any(differs.values()):
+        return terms
+    part = lambda x: collectives.vary(x, CONTEXT.name) / collectives.group_size(CONTEXT.name)
+    return {name: x if differs[name] else part(x) for name, x in terms.items()}
 
 
 def _sum_over_devices(sums: Sums, model: Model, layout: Layout) -> Sums:

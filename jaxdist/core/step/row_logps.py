@@ -7,6 +7,7 @@ fields to the batch (`Objective.prepare`). A teacher adds values of each token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,18 @@ from jaxdist.core.collective_order import PASS, after
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.gradients import make_evaluate
 from jaxdist.core.step_plan import StepPlan
-from jaxdist.core.types import Array, Batch, Context, Model, Objective, Params, Sums, TokenHead
+from jaxdist.core.types import (
+    ROW_SHARE,
+    Array,
+    Batch,
+    Context,
+    Model,
+    Objective,
+    Params,
+    Sums,
+    TokenHead,
+    rows_per_example,
+)
 from jaxdist.core.weights import base_of
 
 ROW_SUMS = ("row_loss", "row_weight")
@@ -56,12 +68,25 @@ def make_row_values(
             values = values_of(output, rows, context)
             return {name: _at_rows(own, rows["rows"], num_rows) for name, own in values.items()}
 
-        used = dataclasses.replace(model, objective=objective)
+        used = dataclasses.replace(_without_sums(model), objective=objective)
         if not adapters:
             params, used = base_of(params), dataclasses.replace(used, axes=base_of(model.axes))
         return make_evaluate(used, layout, plan, context, plan.accumulation)(params, batch)
 
     return compute
+
+
+def _without_sums(model: Model) -> Model:
+    """Return a model whose blocks sum nothing: sums over devices would run beside the next pass."""
+    block = model.block
+    if block is None:
+        return model
+
+    @functools.wraps(block)
+    def run(*arguments: Any) -> tuple[Any, Sums]:
+        return block(*arguments)[0], {}
+
+    return dataclasses.replace(model, block=run)
 
 
 def with_row_losses(objective: Objective, num_rows: int) -> Objective:
@@ -135,10 +160,18 @@ def make_row_logps(
 def make_prepare(
     model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[[Params, Batch], Batch]:
-    """Make (params, batch) -> the batch with the fields that the objective's `prepare` adds."""
+    """Make (params, batch) -> the batch with `ROW_SHARE` and the fields of `Objective.prepare`."""
     prepare = getattr(model.objective, "prepare", None)
+    size = rows_per_example(model.objective)
+    counts_rows = size > 1 or getattr(model.objective, "unit", "") == "examples"
+
+    def with_share(batch: Batch) -> Batch:
+        if not counts_rows:
+            return batch
+        return {**batch, ROW_SHARE: jnp.full(batch["weights"].shape[0], 1.0 / size)}
+
     if prepare is None:
-        return lambda params, batch: batch
+        return lambda params, batch: with_share(batch)
     logps = make_row_logps(model, layout, plan, context)
 
     def with_fields(params: Params, batch: Batch) -> Batch:
@@ -155,6 +188,6 @@ def make_prepare(
             # Minus 1: XLA knows that a maximum with 0 is not negative, and would not wait for it.
             added = [x - 1 for field, x in prepared.items() if field not in batch]
             prepared = {**prepared, name: after(earlier[name], added)}
-        return prepared
+        return with_share(prepared)
 
     return with_fields
