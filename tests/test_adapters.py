@@ -359,13 +359,14 @@ def test_dropout_equals_masks_in_a_second_implementation(base_of):
     x = np.random.default_rng(0).standard_normal((2, 3, weight.base.shape[0])).astype(np.float32)
     key = jax.random.key(9)
     dims = "batch seq mlp, mlp d_model -> batch seq d_model"
-    block = lambda params, x, aux, context: context.dot(dims, x, params)
-    context = Context(dropout_key=key)
-    aux = {"rows": jnp.array([4, 1])}
-    ours = with_dropout(block, 0.5)(weight, jnp.asarray(x), aux, context)
+    context = with_dropout(Context(dropout_key=key), 0.5, jnp.array([4, 1]))
+    ours = context.dot(dims, jnp.asarray(x), weight)
     own = jax.random.fold_in(key, zlib.crc32(b"down_proj") & 0x7FFFFFFF)
     mask = keep_mask(own, 0.5, jnp.array([4, 1]), jnp.arange(3), jnp.arange(x.shape[-1]))
     adapter = {name: np.asarray(values) for name, values in weight.adapters["down_proj"].items()}
     dropped = np.asarray(mask) * x * 2
     expected = x @ np.asarray(weight.base) + 2.0 * dropped @ adapter["a"] @ adapter["b"]
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    (part,) = weight.parts  # a layer of a block of several has its own mask
+    other = dataclasses.replace(weight, parts=(dataclasses.replace(part, layer="layers/1"),))
+    assert np.abs(context.dot(dims, jnp.asarray(x), other) - ours).max() > 0.01

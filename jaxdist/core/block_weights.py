@@ -90,7 +90,7 @@ _NEAREST = _nearest_dynamic()
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """Layout of the quantized blocks of an array [layers, (experts,) *inputs, *outputs].
+    """Layout of the quantized blocks of an array [(layers,) (experts,) *inputs, *outputs].
 
     Attributes:
         has_experts: each expert is quantized by itself.
@@ -105,6 +105,7 @@ class BlockLayout:
     dim: int
     is_outer: bool = False
     has_experts: bool = False
+    is_stacked: bool = True
 
     @property
     def per_output(self) -> int:
@@ -130,7 +131,7 @@ class BlockLayout:
 
         `dims` are the logical dims of the weight before quantization.
         """
-        stack = dims[: 1 + self.has_experts]
+        stack = dims[: self.is_stacked + self.has_experts]
         outs = dims[len(stack) + len(self.inputs) :]
         flat = (*dims[: len(stack) + 1], *outs)
 
@@ -152,12 +153,14 @@ class BlockLayout:
     def quantize(self, w: Array) -> BlockWeight:
         """Return the `BlockWeight` of w [layers, (experts,) *inputs, *outputs], any float dtype."""
         one = self._quantize_layer
+        if not self.is_stacked:
+            return one(w)
         return jax.lax.map(jax.vmap(one) if self.has_experts else one, w)
 
     def quantize_on_mesh(self, w: Array, target: BlockWeight) -> BlockWeight:
         """Return the weight of w [layers, (experts,) *inputs, *outputs], sharded like `target`."""
         sharding: Any = w.sharding
-        run, stages = self.quantize, [*sharding.spec, None][0]
+        run, stages = self.quantize, [*sharding.spec, None][0] if self.is_stacked else None
         if stages is not None:  # a loop over all layers would gather them
             stage: dict[str, Any] = {"mesh": sharding.mesh, "axis_names": {stages}}
             run = jax.shard_map(run, in_specs=P(stages), out_specs=P(stages), **stage)
@@ -310,7 +313,7 @@ def to_quantize(
 
     `target` has shapes and shardings. The result has one dense array per quantized weight, bfloat16
     [layers, (experts,) *inputs, *outputs]; quantized weights that are already loaded do not change.
-    `blocks` maps names in the layers to layouts. The function maps (name, loaded leaf) to the leaf.
+    `blocks` maps names to layouts. The function maps (name, loaded leaf) to the leaf.
     """
     quantized: dict[str, tuple[BlockLayout, BlockWeight]] = {}
 
@@ -318,7 +321,7 @@ def to_quantize(
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not is_quantized(leaf) or isinstance(leaf.codes, jax.Array):
             return leaf
-        quantized[name] = blocks[name.removeprefix("layers/")], leaf
+        quantized[name] = blocks[name], leaf
         return leaf.dense(jnp.bfloat16)
 
     def store(name: str, x: Any) -> Any:

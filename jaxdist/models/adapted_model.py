@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -12,24 +13,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.types import Array, Dims, Model, Params
+from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
 from jaxdist.core.weights import Parameter
 from jaxdist.models.adapted_weights import (
     Adapter,
     ExpertLora,
     LoraWeight,
+    RouterLora,
     TokenRows,
     with_dropout,
 )
 from jaxdist.models.adapters import (
-    INPUTS,
+    EXPERTS,
     SCORE,
     LoraConfig,
-    expert_targets,
+    Product,
     has_adapters,
-    input_sizes,
-    modules_of,
-    tensors_of,
+    parameter_targets,
+    products_of,
 )
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
@@ -43,20 +44,27 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
     decoder = settings if isinstance(settings, DecoderConfig) else None
     storage = config.storage
     plans = _named_plans(config, model) if decoder is None else _decoder_plans(config, decoder)
-    blocks = {f"layers/{array}": own for array, own in config.blocks(settings).items()}
+    blocks = config.blocks(settings)
 
     def free(name: str, dims: Dims) -> Any:
         if name == SCORE and decoder:  # trained next to the adapters, as PEFT's modules_to_save
             return dims
         if name in blocks:
             return blocks[name].record(dims)
-        return Parameter(dims, storage=storage, update="none")
+        dtype = dims.storage if dims.update == "increment" else storage
+        return Parameter(dims, storage=dtype, update="none", keeps_dtype=dims.keeps_dtype)
 
     tables = {"embed/table": 0, "head/kernel": 1} if config.token_ids else {}
     ids = tuple(config.token_ids)
 
+    products = products_of(decoder) if decoder else {}
+
     def num_inputs(name: str) -> int:
-        return INPUTS[name.removeprefix("layers/")] if decoder else plans[name][0].dim
+        return len(products[name].inputs) if decoder else plans[name][0].dim
+
+    def kind(name: str, dims: Dims) -> type[LoraWeight]:
+        is_router = decoder is not None and name.endswith("/router")
+        return ExpertLora if "experts" in dims else RouterLora if is_router else LoraWeight
 
     def record(path: Any, dims: Dims) -> Any:
         name = _name(path)
@@ -67,7 +75,7 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
             return free(name, dims)
         last = _stacked(dims) + num_inputs(name)
         layers, ins, outs = dims[: _stacked(dims)], dims[_stacked(dims) : last], dims[last:]
-        return (ExpertLora if "experts" in dims else LoraWeight)(
+        return kind(name, dims)(
             free(name, dims),
             {
                 part.module: {
@@ -78,7 +86,7 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
                 for part in parts
             },
             parts,
-            bool(layers),
+            dims[:1] == ("layers",),
         )
 
     def init(key: Array) -> Params:
@@ -87,7 +95,8 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
         def leaf(path: Any, w: Array, dims: Dims) -> Any:
             """Return a parameter [*dims] in its storage dtype, with its adapters if it has any."""
             name = _name(path)
-            stored = w if name == SCORE and decoder else w.astype(storage)
+            is_free = dims.update == "increment" or (name == SCORE and decoder)
+            stored = w if is_free else w.astype(storage)
             frozen = blocks[name].quantize(stored) if name in blocks else stored
             if name in tables:
                 rows = jnp.zeros((len(ids), settings.d_model), jnp.float32)
@@ -98,17 +107,15 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
             is_dora = config.variant == "dora"
             sizes = w.shape[: _stacked(dims)], w.shape[_stacked(dims) :]
             made = {p.module: _init(key, *sizes, count, p, is_dora) for p in plans[name]}
-            if "experts" in dims:
-                return ExpertLora(frozen, made, plans[name])
-            return LoraWeight(frozen, made, plans[name], bool(_stacked(dims))).with_start()
+            own = kind(name, dims)(frozen, made, plans[name], dims[:1] == ("layers",))
+            return own if "experts" in dims else own.with_start()
 
         return jax.tree_util.tree_map_with_path(leaf, model.init(key), model.axes)
 
     axes = jax.tree_util.tree_map_with_path(record, model.axes)
-    block = model.block
-    if config.dropout and block is not None:
-        block = with_dropout(block, config.dropout)
-    adapted = dataclasses.replace(model, init=init, axes=axes, block=block)
+    adapted = dataclasses.replace(model, init=init, axes=axes, increments=None)
+    if config.dropout:
+        adapted = _with_dropout(adapted, config.dropout)
     moved = sum(
         w.size * (settings.active_experts if "experts" in w.dims else 1.0)
         for w in weights_of(adapted)
@@ -119,13 +126,30 @@ def with_adapters(config: LoraConfig, settings: Any, model: Model) -> Model:
     return dataclasses.replace(adapted, flops_per_token=flops)
 
 
+def _with_dropout(model: Model, rate: float) -> Model:
+    """Return a model with dropout of the inputs of adapters in its blocks and first layers."""
+    own_embed, own_block = model.embed, model.block
+    assert own_embed is not None and own_block is not None
+
+    def embed(params: Params, batch: Batch, context: Context) -> Array:
+        """Return x [batch, seq_shard, d_model] before the stacked layers."""
+        return own_embed(params, batch, with_dropout(context, rate, batch["rows"]))
+
+    @functools.wraps(own_block)
+    def block(params: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
+        """Return x [batch, seq_shard, d_model] and the block's loss terms and metrics."""
+        return own_block(params, x, aux, with_dropout(context, rate, aux["rows"]))
+
+    return dataclasses.replace(model, embed=embed, block=block)
+
+
 def _decoder_plans(config: LoraConfig, decoder: DecoderConfig) -> dict[str, tuple[Adapter, ...]]:
     """Return name -> adapters of each weight of a decoder that has any."""
     ranks = config.target_modules(decoder)
     return {
-        f"layers/{array}": parts
-        for array, names in modules_of(decoder).items()
-        if (parts := _parts_of(config, decoder, array, names, ranks))
+        name: parts
+        for name, product in products_of(decoder).items()
+        if (parts := _parts_of(config, product, ranks))
     }
 
 
@@ -166,7 +190,8 @@ def _named_plans(config: LoraConfig, model: Model) -> dict[str, tuple[Adapter, .
             own = next((int(r) for key, _, r in ranks if fits(name, key)), config.rank)
             module = name.replace("/", ".")
             inputs = math.prod(w.shape[w.is_stacked :][:count])
-            plans[name] = (Adapter(module, own, config.scale(own), count, 0, 0, inputs),)
+            sizes: Any = dict(dim=count, start=0, size=0, num_inputs=inputs)
+            plans[name] = (Adapter(module=module, rank=own, scale=config.scale(own), **sizes),)
     for text in config.ranks:
         if not any(fits(name, text.partition("=")[0]) for name in plans):
             problems.append(f"lora.ranks has {text!r}, which matches no target. Omit it.")
@@ -186,30 +211,26 @@ def _num_frozen_products(
     if decoder is None:
         named = {w.name: w for w in weights_of(model)}
         return sum(named[parts[0].module].size for parts in plans.values())
-    merges = bool(expert_targets(config, decoder))
+    merges = bool({*EXPERTS} & {*parameter_targets(config, decoder)})
     frozen = (w for w in weights_of(model) if not (merges and "experts" in w.dims))
     share = lambda w: w.size * (decoder.active_experts if "experts" in w.dims else 1.0)
-    products = sum(share(w) for w in frozen if w.is_stacked and w.is_matrix)
+    in_layers = lambda w: w.is_stacked or w.name.startswith("first_layers")
+    products = sum(share(w) for w in frozen if in_layers(w) and w.is_matrix)
     trains_head = config.token_ids or decoder.num_labels
     return products + (0 if trains_head else decoder.vocab_size * decoder.d_model)
 
 
 def _parts_of(
-    config: LoraConfig,
-    decoder: DecoderConfig,
-    array: str,
-    names: tuple[str, ...],
-    ranks: Mapping[str, int],
+    config: LoraConfig, product: Product, ranks: Mapping[str, int]
 ) -> tuple[Adapter, ...]:
     """Return the adapters of an array; fused modules share its dim 2 (qkv) or 1 (up)."""
-    sizes, dim = tensors_of(decoder, array, names)
-    dim += INPUTS[array]
-    inputs = math.prod(input_sizes(decoder, array))
-    parts, start = [], 0
-    for name, size in zip(names, sizes, strict=True):
+    dim, parts, start = product.dim + len(product.inputs), [], 0
+    inputs = math.prod(product.inputs)
+    for name, size in zip(product.names, product.sizes, strict=True):
         if rank := ranks.get(name, 0):
-            scale = config.scale(rank)
-            parts.append(Adapter(name, rank, scale, dim, start, size, inputs))
+            sizes: Any = dict(dim=dim, start=start, size=size, num_inputs=inputs)
+            scale, layer = config.scale(rank), product.layer
+            parts.append(Adapter(module=name, rank=rank, scale=scale, layer=layer, **sizes))
         start += size
     return tuple(parts)
 
@@ -235,7 +256,7 @@ def _init(
     ins, outs = shape[:count], list(shape[count:])
     outs[part.dim - count] = part.size or outs[part.dim - count]
     bound = 1 / math.sqrt(math.prod(ins))
-    named = f"{part.module} {(*stack, *shape)}".encode()
+    named = f"{part.layer}{part.module} {(*stack, *shape)}".encode()
     own = jax.random.fold_in(key, zlib.crc32(named) & 0x7FFFFFFF)
     a = jax.random.uniform(own, (*stack, *ins, part.rank), jnp.float32, -bound, bound)
     made = {"a": a, "b": jnp.zeros((*stack, part.rank, *outs), jnp.float32)}

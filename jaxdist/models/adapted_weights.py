@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from jaxdist.core.weights import ADAPTED, CompositeWeight, SumOver
 from jaxdist.settings import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
     Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer; size
-    0 = all entries of this device. `num_inputs` are those of all devices.
+    0 = all entries of this device. `num_inputs` are those of all devices. `layer` is the name of
+    the layer in a stack of several, "" otherwise.
     """
 
     module: str
@@ -35,6 +35,7 @@ class Adapter:
     start: int
     size: int
     num_inputs: int
+    layer: str = ""
 
     def stop(self, total: int) -> int:
         """Return the index after the adapter's last output, in a dim of `total` entries."""
@@ -225,41 +226,48 @@ class ExpertLora(LoraWeight):
         return jax.vmap(LoraWeight.merged)(self)
 
 
-def with_dropout(block: Callable[..., Any], rate: float) -> Callable[..., Any]:
-    """Return a `Model.block` with dropout of each adapter's inputs in training, as in PEFT."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterLora(LoraWeight):
+    """The frozen weight of a router [d_model, experts], to which adapters are added, as in PEFT."""
 
-    @functools.wraps(block)
-    def run(params: Any, x: Array, aux: dict[str, Any], context: Context) -> Any:
-        """Return x [batch, seq_shard, d_model] and the block's loss terms and metrics (`Sums`)."""
-        key = context.dropout_key
-        if key is None:
-            return block(params, x, aux, context)
+    def astype(self, dtype: Any) -> Array:
+        """Return the weight of a layer with the adapters merged in, [d_model, experts]."""
+        return dataclasses.replace(self, is_stacked=False).merged().astype(dtype)
 
-        def drop(x: Array, part: Adapter) -> Array:
-            """Return x [batch, seq, *inputs] with dropped inputs."""
-            own = zlib.crc32(part.module.encode()) & 0x7FFFFFFF
-            size = math.prod(x.shape[2:])
-            first = context.tensor_index() * size if size < part.num_inputs else 0
-            kept = keep_mask(
-                jax.random.fold_in(key, own),
-                rate,
-                aux["rows"],
-                context.position_ids(x.shape[1]),
-                first + jnp.arange(size),
-            )
-            return jnp.where(kept.reshape(x.shape), x / (1 - rate), jnp.zeros_like(x))
 
-        def dot(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
-            """Return the product [*dims after the arrow]; see `types.dot`."""
-            if not isinstance(w, LoraWeight):
-                return context.dot(dims, x, w, out_dtype=out_dtype)
-            return w.multiply(
-                context.dot, dims, x, out_dtype=out_dtype, sum_over=context.sum, drop=drop
-            )
+def with_dropout(context: Context, rate: float, rows: Array) -> Context:
+    """Return a context with dropout of each adapter's inputs in training, as in PEFT.
 
-        return block(params, x, aux, dataclasses.replace(context, dot=dot))
+    `rows` are indices in the global batch, int32 [batch].
+    """
+    key = context.dropout_key
+    if key is None:
+        return context
 
-    return run
+    def drop(x: Array, part: Adapter) -> Array:
+        """Return x [batch, seq, *inputs] with dropped inputs."""
+        own = zlib.crc32(f"{part.layer}{part.module}".encode()) & 0x7FFFFFFF
+        size = math.prod(x.shape[2:])
+        first = context.tensor_index() * size if size < part.num_inputs else 0
+        kept = keep_mask(
+            jax.random.fold_in(key, own),
+            rate,
+            rows,
+            context.position_ids(x.shape[1]),
+            first + jnp.arange(size),
+        )
+        return jnp.where(kept.reshape(x.shape), x / (1 - rate), jnp.zeros_like(x))
+
+    def dot(dims: str, x: Array, w: Any, *, out_dtype: Any = None) -> Array:
+        """Return the product [*dims after the arrow]; see `types.dot`."""
+        if not isinstance(w, LoraWeight):
+            return context.dot(dims, x, w, out_dtype=out_dtype)
+        return w.multiply(
+            context.dot, dims, x, out_dtype=out_dtype, sum_over=context.sum, drop=drop
+        )
+
+    return dataclasses.replace(context, dot=dot)
 
 
 def keep_mask(key: Array, rate: float, rows: Array, positions: Array, inputs: Array) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -26,24 +26,34 @@ from jaxdist.settings import setting
 
 BaseFormat: TypeAlias = Literal["bf16", "float32", "nf4", "int8"]
 
-_MODULES: dict[str, tuple[str, ...]] = {
-    "attention/qkv": ("q_proj", "k_proj", "v_proj"),
-    "attention/out": ("o_proj",),
-    "mlp/up": ("gate_proj", "up_proj"),
-    "mlp/down": ("down_proj",),
-}
-_GPT2_MODULES: dict[str, tuple[str, ...]] = {
-    "attention/qkv": ("c_attn",),
-    "attention/out": ("attn.c_proj",),
-    "mlp/up": ("c_fc",),
-    "mlp/down": ("mlp.c_proj",),
-}
-# Our array in a layer -> Hugging Face's modules that it consists of.
-EXPERTS: dict[str, tuple[str, ...]] = {"mlp/up": ("gate_up_proj",), "mlp/down": ("down_proj",)}
-# Our array of all experts in a layer -> the parameter of transformers' experts that it is.
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Targets that are parameters of transformers' experts: of all experts of a layer."""
 
-INPUTS = {"attention/qkv": 1, "attention/out": 2, "mlp/up": 1, "mlp/down": 1}
-"""Number of leading dims of an array of a layer (of each expert) that its product contracts."""
+ROUTER = "router"
+"""Target that is a router's parameter: it has an adapter only if `lora.targets` names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """An array of a layer that may have adapters, [inputs, outputs] after stacked dims.
+
+    Attributes:
+        names: Hugging Face's names of the modules that it consists of, as in `lora.targets`.
+        inputs: sizes of the dims that the product sums over.
+        sizes: number of outputs of each module along dim `dim` of the outputs.
+        unit_dim: logical dim of the inputs that holds complete quantized blocks.
+        has_experts: it is an array of all experts of a layer.
+        layer: name of the layer in the parameters if the stack has several, e.g. "layers/1".
+    """
+
+    names: tuple[str, ...]
+    inputs: tuple[int, ...]
+    sizes: tuple[int, ...]
+    unit_dim: str
+    dim: int = 0
+    has_experts: bool = False
+    layer: str = ""
+
 
 SCORE = "head/score"
 """Name of the score head, which has no adapter: it is trained itself."""
@@ -61,8 +71,10 @@ class LoraConfig:
     targets: list[str] = setting(
         ["attention", "mlp"],
         "products with an adapter: attention, mlp, or names of Hugging Face's modules, e.g. "
-        "q_proj, v_proj; of experts gate_up_proj and down_proj; of a custom model patterns of "
-        "parameter names, e.g. layers/*/up, or layers/out:2 if its first 2 dims are summed over",
+        "q_proj, v_proj; with experts gate_up_proj and down_proj (of these), router, "
+        "shared_expert.up_proj, shared_expert_gate, mlp.up_proj (of dense_layers); of a custom "
+        "model patterns of parameter names, e.g. layers/*/up, or layers/out:2 if its first 2 dims "
+        "are summed over",
     )
     variant: Literal["lora", "rslora", "dora"] = setting(
         "lora",
@@ -92,28 +104,29 @@ class LoraConfig:
             return {}
         if not (self.rank and isinstance(model, DecoderConfig)):
             return {}
-        has_experts = lambda array: bool(model.num_experts) and array in EXPERTS
         return {
-            array: BlockLayout(
+            name: BlockLayout(
                 self.base_format,
-                input_sizes(model, array),
+                product.inputs,
                 # Of experts, gate and up are two tensors in files.
-                *tensors_of(model, array, _MODULES[array] if has_experts(array) else names),
+                (1,) * sum(product.sizes) if name.endswith("mlp/up") else product.sizes,
+                product.dim,
                 # GPT-2's query, key and value are one tensor, with the queries of all heads first.
-                is_outer=array == "attention/qkv" and len(names) == 1,
-                has_experts=has_experts(array),
+                is_outer=name.endswith("attention/qkv") and len(product.names) == 1,
+                has_experts=product.has_experts,
+                is_stacked=not name.startswith("first_layers/"),
             )
-            for array, names in modules_of(model).items()
+            for name, product in products_of(model).items()
+            if product.names != (ROUTER,)
         }
 
     def block_units(self, model: Any) -> dict[str, int]:
         """Return logical dim -> number of adjacent entries that no shard may cut."""
         units: dict[str, int] = {}
-        for array, blocks in self.blocks(model).items():
-            dim = "d_model" if array in ("attention/qkv", "mlp/up") else "mlp"
-            own = blocks.unit
-            if array == "attention/out":
-                dim, own = "heads", own // math.gcd(own, model.head_width)
+        for name, blocks in self.blocks(model).items():
+            dim, own = products_of(model)[name].unit_dim, blocks.unit
+            if dim == "heads":
+                own //= math.gcd(own, model.head_width)
             units[dim] = math.lcm(units.get(dim, 1), own)
         return units
 
@@ -148,21 +161,16 @@ class LoraConfig:
             return []
         if not isinstance(model, DecoderConfig):
             return self._other_problems(model)
-        names = [name for parts in modules_of(model).values() for name in parts]
+        names = list(dict.fromkeys(n for one in products_of(model).values() for n in one.names))
         allowed = ["attention", "mlp", *names]
         ranked = [text.partition("=")[0] for text in self.ranks]
         problems = []
-        if model.dense_layers:
-            problems.append(
-                f"lora.rank={self.rank} with model.dense_layers={model.dense_layers}: "
-                "adapters of these layers are not supported. Use lora.rank=0."
-            )
-        of_experts = expert_targets(self, model)
-        if of_experts and (self.dropout or self.variant == "dora"):
+        merged = parameter_targets(self, model)
+        if merged and (self.dropout or self.variant == "dora"):
             problems.append(
                 f"lora.dropout={self.dropout} and lora.variant={self.variant!r} with adapters of "
-                f"experts ({', '.join(of_experts)}), which have neither dropout nor DoRA. Use "
-                "--lora.targets attention, or dropout=0 and another variant."
+                f"experts or routers ({', '.join(merged)}), which have neither dropout nor DoRA. "
+                "Use --lora.targets attention, or dropout=0 and another variant."
             )
         if wrong := [i for i in self.token_ids if not 0 <= i < model.vocab_size]:
             problems.append(
@@ -177,14 +185,12 @@ class LoraConfig:
                 near = difflib.get_close_matches(name, allowed, 1)
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"
-                if "shared" in name or name.rpartition(".")[2] in ("gate", "router"):
-                    near, why = [], "routers and shared experts have no adapters"
                 fix = f"Did you mean {near[0]}?" if near else f"Use {', '.join(allowed)}."
                 problems.append(f"lora.{setting_name} has {name!r}: {why}. {fix}")
         problems += [
             f"lora.base_format={self.base_format!r} with {math.prod(blocks.inputs)} inputs of "
-            f"{array}: blocks of {BLOCK} do not divide them. Use bf16."
-            for array, blocks in self.blocks(model).items()
+            f"{name}: blocks of {BLOCK} do not divide them. Use bf16."
+            for name, blocks in self.blocks(model).items()
             if math.prod(blocks.inputs) % BLOCK
         ]
         idle = [n for n in ranked if n in names and n not in self.target_modules(model)]
@@ -216,9 +222,9 @@ class LoraConfig:
         ranks = {name: rank for name, _, rank in (text.partition("=") for text in self.ranks)}
         return {
             name: int(ranks.get(name) or self.rank)
-            for array, names in modules_of(model).items()
-            for name in names
-            if name in self.targets or array.partition("/")[0] in self.targets
+            for array, product in products_of(model).items()
+            for name in product.names
+            if name in self.targets or _group(array) in self.targets
         }
 
     def scale(self, rank: int) -> float:
@@ -230,45 +236,74 @@ def _is_changed(config: LoraConfig, field: Any) -> bool:
     return getattr(config, field.name) != getattr(LoraConfig(), field.name)
 
 
-def modules_of(model: DecoderConfig) -> Mapping[str, tuple[str, ...]]:
-    """Return our arrays in a layer -> Hugging Face's names of the modules in it."""
-    if model.num_experts:
-        # PEFT stores other shapes for parameters of experts with biases (gpt-oss).
-        experts = {} if "mlp" in model.bias else EXPERTS
-        return {n: _MODULES[n] for n in ("attention/qkv", "attention/out")} | experts
-    if model.activation != "gelu":
-        return _MODULES
-    return _GPT2_MODULES if model.positions == "learned" else _MODULES | {"mlp/up": ("up_proj",)}
+def products_of(model: DecoderConfig) -> dict[str, Product]:
+    """Return our arrays that may have adapters, e.g. "layers/attention/qkv" -> the product."""
+    first, block = model.stack
+    layers = {f"first_layers/{i}": False for i in range(first)}
+    layers |= {f"layers/{j}": own for j, own in enumerate(block)} if len(block) > 1 else {}
+    layers |= {"layers": block[0]} if len(block) == 1 else {}
+    return {
+        f"{layer}/{array}": dataclasses.replace(one, layer=layer if len(layers) > 1 else "")
+        for layer, is_sparse in layers.items()
+        for array, one in _products(model, is_sparse=is_sparse and model.num_experts > 0)
+    }
 
 
-def expert_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
-    """Return Hugging Face's names of the experts' parameters that have adapters, or []."""
-    names = [name for parts in EXPERTS.values() for name in parts]
-    return [name for name in config.target_modules(model) if model.num_experts and name in names]
+def _products(model: DecoderConfig, *, is_sparse: bool) -> Iterator[tuple[str, Product]]:
+    """Yield the arrays of a layer, with experts or without, and their products."""
+    d, group = model.d_model, model.num_heads // model.kv_heads
+    is_gpt2 = model.activation == "gelu" and model.positions == "learned"
+    qkv = ("c_attn",) if is_gpt2 else ("q_proj", "k_proj", "v_proj")
+    sizes = (group + 2,) if is_gpt2 else (group, 1, 1)
+    yield "attention/qkv", Product(qkv, (d,), sizes, "d_model", 1)
+    out = ("attn.c_proj",) if is_gpt2 else ("o_proj",)
+    yield "attention/out", Product(out, (model.num_heads, model.head_width), (d,), "heads")
+    gates = () if model.activation == "gelu" else ("gate_proj",)
+
+    def mlp(
+        width: int, dim: str, start: str, up: str = "up_proj", down: str = "down_proj"
+    ) -> Iterator[tuple[str, Product]]:
+        ups = tuple(f"{start}{name}" for name in (*gates, up))
+        yield "up", Product(ups, (d,), (1,) * len(ups), "d_model")
+        yield "down", Product((f"{start}{down}",), (width,), (d,), dim)
+
+    if not is_sparse:
+        width, dim, start = model.mlp_dim, "mlp", ""
+        if model.num_experts:
+            width, dim, start = model.dense_mlp_dim, "dense_mlp", "mlp."
+        names = ("c_fc", "mlp.c_proj") if is_gpt2 else ()
+        yield from ((f"mlp/{n}", one) for n, one in mlp(width, dim, start, *names))
+        return
+    yield "mlp/router", Product((ROUTER,), (d,), (model.num_experts,), "d_model")
+    if "mlp" not in model.bias:  # PEFT stores other shapes for experts with biases (gpt-oss)
+        ways = (1 + len(gates),)
+        yield "mlp/up", Product(EXPERTS[:1], (d,), ways, "d_model", has_experts=True)
+        yield "mlp/down", Product(EXPERTS[1:], (model.mlp_dim,), (d,), "mlp", has_experts=True)
+    if width := model.shared_expert_dim:
+        shared = mlp(width, "shared_mlp", "shared_expert.")
+        yield from ((f"shared/{n}", one) for n, one in shared)
+    if model.shared_expert_gate:
+        yield "shared_gate", Product(("shared_expert_gate",), (d,), (1,), "d_model")
+
+
+def _group(name: str) -> str:
+    """Return the group in `lora.targets` of one of our arrays, or "" if it has none."""
+    part, _, array = name.rpartition("/")
+    group = part.rpartition("/")[2]
+    return {"attention": "attention", "mlp": "mlp", "shared": "mlp"}.get(group, "") * (
+        array not in ("router", "shared_gate")
+    )
+
+
+def parameter_targets(config: LoraConfig, model: DecoderConfig) -> list[str]:
+    """Return the targets with adapters that are parameters in PEFT: of experts and routers."""
+    every = {n for one in products_of(model).values() for n in one.names if one.has_experts}
+    return [name for name in config.target_modules(model) if name in {*every, ROUTER}]
 
 
 def num_trained(model: Model) -> int:
     """Return the number of parameters with update="gradient"."""
     return sum(w.size for w in weights_of(model) if w.dims.update == "gradient")
-
-
-def tensors_of(
-    decoder: DecoderConfig, array: str, names: tuple[str, ...]
-) -> tuple[tuple[int, ...], int]:
-    """Return the sizes of an array's modules along a dim of its outputs, and that dim's index."""
-    group = decoder.num_heads // decoder.kv_heads
-    if array == "attention/qkv":
-        return (group, 1, 1) if len(names) > 1 else (group + 2,), 1
-    if names == EXPERTS["mlp/up"]:
-        return (1 if decoder.activation == "gelu" else 2,), 0
-    return ((1,) * len(names) if array == "mlp/up" else (decoder.d_model,)), 0
-
-
-def input_sizes(decoder: DecoderConfig, array: str) -> tuple[int, ...]:
-    """Return the sizes of the dims of an array of a layer that its product sums over."""
-    if array == "attention/out":
-        return decoder.num_heads, decoder.head_width
-    return (decoder.mlp_dim if array == "mlp/down" else decoder.d_model,)
 
 
 def _is_adapted(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdist.models.adapters import LoraConfig, expert_targets, modules_of
+from jaxdist.models.adapters import EXPERTS, ROUTER, LoraConfig, parameter_targets, products_of
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.families import family_of
 from jaxdist.models.huggingface.tensors import Source, pieces
@@ -18,9 +18,6 @@ from jaxdist.settings import ConfigError, problems_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-
-_EXPERTS = "mlp.experts."
-"""Start of the names of transformers' parameters of experts."""
 
 SCORE = f"{_PREFIX}score.weight"
 """PEFT's tensor of a score head, [num_labels, d_model]."""
@@ -61,12 +58,12 @@ class AdaptedModule(NamedTuple):
     `array` is like "params/layers/attention/qkv/adapters/q_proj"; `source` is the tensor of the
     module's weight, whose view has `num_inputs` of our leading dims. For a parameter of all
     experts of the layer it is our array [experts, inputs, *outputs], and PEFT stacks A by expert
-    and then rank, but B by rank and then expert.
+    and then rank, but B by rank and then expert. `layer` is the index of the layer in our array.
     """
 
     array: str
     name: str
-    layer: int
+    layer: int | tuple[()]
     source: Source
     num_inputs: int
     num_experts: int = 0
@@ -140,24 +137,36 @@ class AdaptedModule(NamedTuple):
 def modules(model: DecoderConfig, lora: LoraConfig) -> Iterator[AdaptedModule]:
     """Yield the modules with an adapter, of each layer."""
     ranks = lora.target_modules(model)
-    names = {f"params/layers/{array}": of for array, of in modules_of(model).items()}
-    experts = expert_targets(lora, model)  # PEFT wraps the first by the second
+    products = {f"params/{name}": product for name, product in products_of(model).items()}
+    experts = [n for n in EXPERTS if n in ranks]  # PEFT wraps the first by the second
     for piece in pieces(model, family_of(model)):
-        for name in names.get(piece.name, ()):
-            if name not in ranks:
-                continue
-            assert piece.layer is not None
+        if (product := products.get(piece.name)) is None:
+            continue
+        index = () if piece.layer is None else piece.layer
+        layer = ".".join(piece.sources[0].name.split(".")[:3])  # model.layers.0
+        for name in (name for name in product.names if name in ranks):
             array = f"{piece.name}/adapters/{name}"
-            if name in experts:
+            if product.has_experts:
                 inner = ".base_layer" if name != experts[-1] else ""
-                module = f"model.layers.{piece.layer}.mlp.experts{inner}"
+                module = f"{layer}.mlp.experts{inner}"
                 stacked = Source(module, piece.shape, piece.shape, tuple(range(len(piece.shape))))
-                yield AdaptedModule(array, module, piece.layer, stacked, 1, model.num_experts)
+                yield AdaptedModule(array, module, index, stacked, 1, model.num_experts)
                 continue
-            (source,) = (s for s in piece.sources if s.name.endswith(f".{name}.weight"))
-            module = source.name.removesuffix(".weight")
-            count = 2 if piece.name.endswith("/out") else 1
-            yield AdaptedModule(array, module, piece.layer, source, count)
+            end = _in_peft(name, model).removesuffix(".weight")
+            named = (s for s in piece.sources if s.name.endswith(f".{end}.weight"))
+            source = piece.sources[0] if name == ROUTER else next(named)
+            module = f"{layer}.{end}" if name == ROUTER else source.name.removesuffix(".weight")
+            yield AdaptedModule(array, module, index, source, len(product.inputs))
+
+
+def _in_peft(target: str, model: DecoderConfig) -> str:
+    """Return the end of the name in PEFT of a target: of a module, or of a parameter."""
+    family = family_of(model)
+    if target == ROUTER:
+        return f"mlp.{'router' if family == 'gpt_oss' else 'gate'}.weight"
+    if model.num_experts and target in EXPERTS:
+        return f"mlp.experts.{target}"
+    return target.replace("expert.", "experts.") if family == "dots1" else target
 
 
 def token_tables(model: DecoderConfig, lora: LoraConfig) -> dict[str, str]:
@@ -179,7 +188,8 @@ def rows_name(module: str) -> str:
 
 def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` of adapters."""
-    ranks, experts = lora.target_modules(model), expert_targets(lora, model)
+    ranks = {_in_peft(name, model): rank for name, rank in lora.target_modules(model).items()}
+    parameters = [_in_peft(name, model) for name in parameter_targets(lora, model)]
     return {
         **_HARMLESS,
         "peft_type": "LORA",
@@ -189,8 +199,8 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": [name for name in ranks if name not in experts],
-        "target_parameters": [f"{_EXPERTS}{name}" for name in experts] or None,
+        "target_modules": [name for name in ranks if name not in parameters],
+        "target_parameters": parameters or None,
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {},
         "trainable_token_indices": _token_indices(model, lora.token_ids),
@@ -224,17 +234,17 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
             f"init_lora_weights={peft['init_lora_weights']!r} also changes the base "
             "weights. Save it with PEFT's path_initial_model_for_weight_conversion first."
         )
-    names = [name for of in modules_of(model).values() for name in of]
+    every = _every(model)
+    names = list(every.target_modules(model))
     targets = _targets(peft.get("target_modules"), model, source)
     parameters = peft.get("target_parameters") or []
-    linear = _linear(model).values()
-    of_experts = {f"{_EXPERTS}{name}": name for name in names if name not in linear}
-    if wrong := [name for name in parameters if name not in of_experts]:
+    allowed = {_in_peft(name, model): name for name in parameter_targets(every, model)}
+    if wrong := [name for name in parameters if name not in allowed]:
         problems.append(
             f"target_parameters has {', '.join(wrong)}, which cannot have an adapter "
-            f"here. Supported are: {', '.join(of_experts) or 'none'}."
+            f"here. Supported are: {', '.join(allowed) or 'none'}."
         )
-    targets += [of_experts[name] for name in parameters if name in of_experts]
+    targets += [allowed[name] for name in parameters if name in allowed]
     if not targets:
         problems.append(f"target_modules matches none of {', '.join(names)}.")
     saved = peft.get("modules_to_save") or []
@@ -256,8 +266,9 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
             f"{source}: trainable_token_indices={indices!r} is not supported. Only {own!r} is."
         )
     variant: Literal["lora", "rslora", "dora"] = "rslora" if peft.get("use_rslora") else "lora"
+    patterns: dict[str, int] = peft.get("rank_pattern") or {}
     ranks = {
-        name: next((r for key, r in peft.get("rank_pattern", {}).items() if _fits(key, name)), None)
+        name: next((r for key, r in patterns.items() if _fits(key, _in_peft(name, model))), None)
         for name in targets
     }
     lora = LoraConfig(
@@ -297,9 +308,19 @@ def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
 
 
 def _linear(model: DecoderConfig) -> dict[str, str]:
-    """Return name in PEFT -> our target of each module of the first layer except experts."""
-    each = (module for module in modules(model, LoraConfig(rank=1)) if not module.num_experts)
-    return {module.name: module.target for module in each if module.layer == 0}
+    """Return name in PEFT -> our target of each linear module of the first layer that has it."""
+    every, first = _every(model), dict[str, str]()
+    parameters = parameter_targets(every, model)
+    for module in modules(model, every):
+        if module.target not in parameters:
+            first.setdefault(module.target, module.name)
+    return {name: target for target, name in first.items()}
+
+
+def _every(model: DecoderConfig) -> LoraConfig:
+    """Return settings with all targets of a model."""
+    names = (name for product in products_of(model).values() for name in product.names)
+    return LoraConfig(rank=1, targets=list(dict.fromkeys(names)))
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -81,7 +81,8 @@ def run(config: Config) -> int:
     if problems:
         raise ConfigError([f"{source}: {problem}" for problem in problems])
     with making_run(out):
-        stacked = {name: np.stack(parts) for name, parts in arrays.items()} | rows
+        is_stacked = lambda name: name.startswith("params/layers/")
+        stacked = {n: np.stack(x) if is_stacked(n) else x[0] for n, x in arrays.items()} | rows
         if score is not None:
             stacked["params/head/score"] = score.T.astype(np.float32)
         writer = CheckpointWriter(
