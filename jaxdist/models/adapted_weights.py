@@ -24,8 +24,8 @@ class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
     Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer; size
-    0 = all entries of this device. `num_inputs` are those of all devices. `layer` is the name of
-    the layer in a stack of several, "" otherwise.
+    0 = all entries of this device. `num_inputs` are those of all devices. `layer` is as in
+    `adapters.Product`.
     """
 
     module: str
@@ -237,10 +237,7 @@ class RouterLora(LoraWeight):
 
 
 def with_dropout(context: Context, rate: float, rows: Array) -> Context:
-    """Return a context with dropout of each adapter's inputs in training, as in PEFT.
-
-    `rows` are indices in the global batch, int32 [batch].
-    """
+    """Return a context that drops inputs of adapters in training; `rows`: global, int32 [batch]."""
     key = context.dropout_key
     if key is None:
         return context

@@ -43,7 +43,7 @@ class Product:
         sizes: number of outputs of each module along dim `dim` of the outputs.
         unit_dim: logical dim of the inputs that holds complete quantized blocks.
         has_experts: it is an array of all experts of a layer.
-        layer: name of the layer in the parameters if the stack has several, e.g. "layers/1".
+        layer: its layer in the parameters, e.g. "layers/1"; "" if all layers are equal.
     """
 
     names: tuple[str, ...]
@@ -287,7 +287,7 @@ def _products(model: DecoderConfig, *, is_sparse: bool) -> Iterator[tuple[str, P
 
 
 def _group(name: str) -> str:
-    """Return the group in `lora.targets` of one of our arrays, or "" if it has none."""
+    """Return the target "attention" or "mlp" that includes one of our arrays, or ""."""
     part, _, array = name.rpartition("/")
     group = part.rpartition("/")[2]
     return {"attention": "attention", "mlp": "mlp", "shared": "mlp"}.get(group, "") * (

@@ -66,10 +66,7 @@ class ModelCosts:
         return self._work(self.job.everything_kept.layer)
 
     def expert_work(self) -> tuple[Work, Work]:
-        """Return the work of a layer's experts beyond an MLP's, forward and backward; none here.
-
-        `forward` includes the first.
-        """
+        """Return a layer's forward and backward work of experts beyond an MLP's; none here."""
         return Work(), Work()
 
     def recomputed(self, forward: Work) -> Work:
@@ -184,11 +181,11 @@ class DecoderCosts(ModelCosts):
         )
 
     def expert_work(self) -> tuple[Work, Work]:
-        """Return the work of a layer's experts beyond that of an MLP: forward, and backward.
+        """Return a layer's forward (in `forward`) and backward work of experts beyond an MLP's.
 
-        Counted are the arrays that `core/experts.py`, `parallel/expert.py` and `matmul/grouped.py`
-        read and write, and products of unused rows. Backward computes the outputs of experts again,
-        because the gradients of a token's shares read them.
+        Counted are the arrays of `core/experts.py`, `parallel/expert.py` and `matmul/grouped.py`,
+        and products of unused rows. Backward computes the outputs of experts again, because the
+        gradients of a token's shares read them.
         """
         job, parts, d = self.job, self.shape.experts_per_token, self.d_model
         if not parts:
