@@ -151,14 +151,14 @@ class BlockLayout:
         return self._weight(own(flat, "uint8", 2), scales, outs)
 
     def quantize(self, w: Array) -> BlockWeight:
-        """Return the `BlockWeight` of w [layers, (experts,) *inputs, *outputs], any float dtype."""
+        """Return the `BlockWeight` of w [(layers,) (experts,) *inputs, *outputs], any float."""
         one = self._quantize_layer
         if not self.is_stacked:
             return one(w)
         return jax.lax.map(jax.vmap(one) if self.has_experts else one, w)
 
     def quantize_on_mesh(self, w: Array, target: BlockWeight) -> BlockWeight:
-        """Return the weight of w [layers, (experts,) *inputs, *outputs], sharded like `target`."""
+        """Quantize w [(layers,) (experts,) *inputs, *outputs] with the shardings of `target`."""
         sharding: Any = w.sharding
         run, stages = self.quantize, [*sharding.spec, None][0] if self.is_stacked else None
         if stages is not None:  # a loop over all layers would gather them
@@ -236,7 +236,7 @@ def _sum_by_halves(x: Float[Array, " n"]) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockWeight(CompositeWeight):
-    """A frozen weight in blocks; stacked arrays start with [layers], or [layers, experts].
+    """A frozen weight in blocks; arrays start with [layers?, experts?].
 
     Attributes:
         codes: nf4: uint8 [inputs / 2, *outputs], the first of two inputs in the high bits. int8:
@@ -290,7 +290,7 @@ class BlockWeight(CompositeWeight):
         return jax.checkpoint(run)(x, self)  # backward saves only the stored arrays
 
     def dense(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return shape and sharding of the dequantized weight [layers, ...], with this dtype."""
+        """Return shape and sharding of the dequantized weight [*dims], with this dtype."""
         shape, dim = self.codes.shape, self.codes.ndim - self.num_outputs - 1
         spec = [*self.codes.sharding.spec] + [None] * (len(shape) - len(self.codes.sharding.spec))
         inputs = shape[dim] * (2 if self.format == "nf4" else 1) // math.prod(self.inner)
@@ -312,7 +312,7 @@ def to_quantize(
     """Return a tree of shapes to load in place of `target`, and a function that quantizes a leaf.
 
     `target` has shapes and shardings. The result has one dense array per quantized weight, bfloat16
-    [layers, (experts,) *inputs, *outputs]; quantized weights that are already loaded do not change.
+    [(layers,) (experts,) *inputs, *outputs]; weights that are loaded do not change.
     `blocks` maps names to layouts. The function maps (name, loaded leaf) to the leaf.
     """
     quantized: dict[str, tuple[BlockLayout, BlockWeight]] = {}
