@@ -1,7 +1,4 @@
-"""The record of a mesh axis, read by mesh, sharding, planner, elastic jobs and help texts.
-
-Each axis is one `Axis` in a file of `core/parallel/`, listed in `core/parallel/axes.py`.
-"""
+"""The record of a mesh axis; `core/parallel/` has a file for each, listed in its `axes.py`."""
 
 from __future__ import annotations
 

@@ -127,10 +127,7 @@ class BlockLayout:
         return BLOCK * (self.run if shares_range else 1)
 
     def record(self, dims: Dims) -> BlockWeight:
-        """Return a weight with a `Parameter` (dims, storage) in place of each stored array.
-
-        `dims` are the logical dims of the weight before quantization.
-        """
+        """Return a weight of `Parameter`s for one whose logical dims are `dims`."""
         stack = dims[: self.is_stacked + self.has_experts]
         outs = dims[len(stack) + len(self.inputs) :]
         flat = (*dims[: len(stack) + 1], *outs)

@@ -173,10 +173,7 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
 
 
 def _cheap(equation: core.JaxprEqn, carries: Iterable[int]) -> list[int]:
-    """Return which of these carries a loop waits for: the smallest one, and all small ones.
-
-    To wait, a carry is copied, which takes long for the residuals of a pipeline.
-    """
+    """Return which of these carries a loop waits for: the smallest one, and all small ones."""
     operands: list[Any] = equation.invars
     size = lambda index: operands[index].aval.size
     ordered = sorted((i for i in carries if _is_usable(operands[i])), key=size)

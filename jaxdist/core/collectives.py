@@ -101,10 +101,7 @@ def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Sum over the group; keep this device's part of `dim`: [..., d, ...] -> [..., d/n, ...].
-
-    Sends B·(n−1)/n bytes.
-    """
+    """Sum; keep this device's part: [..., d, ...] -> [..., d/n, ...]. Sends B·(n−1)/n bytes."""
     size = group_size(axes)
     if x.shape[dim] % size:
         raise ValueError(

@@ -110,10 +110,7 @@ def take(
     source: Int[Array, " rows"],
     rows: Int[Array, "tokens experts_per_token"],
 ) -> Float[Array, "rows d_model"]:
-    """Return in each row the x of the token of assignment `source`; 0 if `source` is -1.
-
-    `rows` is the inverse of `source`: the row of each assignment, or -1.
-    """
+    """Return x of the token of each assignment in `source`, else 0; `rows` is its inverse."""
     tokens = x[jnp.maximum(source, 0) // rows.shape[1]]
     return jnp.where((source >= 0)[:, None], tokens, 0)
 
@@ -134,10 +131,7 @@ def combine(
     source: Int[Array, " rows"],
     rows: Int[Array, "tokens experts_per_token"],
 ) -> Float[Array, "tokens d_model"]:
-    """Return the sum of shares times rows of y over each token's assignments, float32.
-
-    `source` and `rows` are those of `take`; assignments without a row add nothing.
-    """
+    """Return float32 sums of shares · y over each token; `source` and `rows` as in `take`."""
     parts = enumerate(_rows_of(y, rows))
     return jnp.asarray(sum(part.astype(jnp.float32) * shares[:, i : i + 1] for i, part in parts))
 

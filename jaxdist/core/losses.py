@@ -22,10 +22,7 @@ from jaxdist.core.types import Array, Sums, TokenHead
 
 
 def sum_over_tokens(x: Array, dlogits: Array) -> Array:
-    """Return the head kernel's gradient, float32 [d_model, vocab], summed over tokens.
-
-    x is [tokens, d_model], dlogits [tokens, vocab].
-    """
+    """Return xᵀ · dlogits, float32 [d_model, vocab], of x [tokens, d_model] and dlogits."""
     return jnp.einsum("td,tv->dv", x, dlogits, preferred_element_type=jnp.float32)
 
 
@@ -95,10 +92,7 @@ def make_token_loss(
     chunk: int = 0,
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., Sums]:
-    """Build `Context.token_loss`: `token_cross_entropy` with a vocabulary split over `axis`.
-
-    For `chunk` and `weight_gradient`, float32 [d_model, vocab], see `Vocabulary`.
-    """
+    """Build `Context.token_loss`; for the arguments see `Vocabulary` [d_model, vocab]."""
 
     def token_loss(
         head: TokenHead,
@@ -144,10 +138,7 @@ def label_cross_entropy(
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, ...]:
-    """Return float32 [] loss, correct; extra if regularized; losses [tokens] if `by_token`.
-
-    x is [tokens, d_model], kernel [d_model, vocab_shard].
-    """
+    """Return float32 [] loss, correct; extra if regularized; losses [tokens] if `by_token`."""
 
     def chunk(carry: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
         x, targets, weights = part
@@ -167,10 +158,7 @@ def _zero_sums(weights: Array, vocabulary: Vocabulary) -> tuple[Array, ...]:
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the sums, and the gradients of loss + extra of x [tokens, d_model] and the kernel.
-
-    Backward only scales these gradients, so logits are neither saved nor recomputed.
-    """
+    """Return the sums, and the gradients of loss + extra of x [tokens, d_model] and the kernel."""
     # float16 cannot represent unscaled gradients of x: keep them in float32 until backward
     # multiplies by the scaled cotangent.
     grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
@@ -267,10 +255,7 @@ _TILE = 128
 def head_gradients(
     x: Array, kernel: Array, dlogits: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array]:
-    """Return float32 gradients of x [tokens, d_model] and kernel [d_model, vocab_shard].
-
-    `dlogits` are [tokens, vocab_shard].
-    """
+    """Return float32 gradients of x [tokens, d_model] and the kernel from dlogits."""
     low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
     dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
     return dx, vocabulary.weight_gradient(x, low)

@@ -1,7 +1,4 @@
-"""Log-probabilities of several tokens at each position, and of all other tokens together.
-
-Logits are in memory for one chunk of tokens at a time, and backward recomputes them.
-"""
+"""Log-probabilities of several tokens at each position, and of all other tokens together."""
 
 from __future__ import annotations
 

@@ -96,10 +96,7 @@ def abstract_state(
     offload: Offload = "none",
     copies: Collection[str] = (),
 ) -> TrainState:
-    """Return the state as `ShapeDtypeStruct`s with shardings; layers are in the model's order.
-
-    `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
-    """
+    """Return the state of `make_state` as `ShapeDtypeStruct`s [*dims], layers in model order."""
     make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(
@@ -158,10 +155,7 @@ def state_shardings(
     offload: Offload = "none",
     copies: Collection[str] = (),
 ) -> TrainState:
-    """Return a `TrainState` with a `NamedSharding` at each leaf; scalars [] are replicated.
-
-    They are those of a step: pipeline stages have the layers that they run.
-    """
+    """Return the shardings of a `TrainState` in a step; scalars [] are replicated."""
     whole: Any = layout.sharding(P())
     params = layout.shardings(layout.param_specs(model.axes))
     return TrainState(

@@ -1,7 +1,4 @@
-"""The decisions about one train step: `plan_step` makes all of them and returns a frozen record.
-
-Building it traces nothing and starts no device, so a mesh search can build thousands.
-"""
+"""The decisions about one train step: `plan_step` makes all of them without tracing."""
 
 from __future__ import annotations
 

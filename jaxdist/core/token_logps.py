@@ -1,7 +1,4 @@
-"""Log-probabilities and entropy of each token, from a head with a possibly sharded vocabulary.
-
-Logits are in memory for one chunk of tokens at a time, and backward recomputes them.
-"""
+"""Log-probabilities and entropy of each token, from a head with a possibly sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def make_token_logps(
     chunk: int = 0,
     weight_gradient: Callable[[Array, Array], Array] = sum_over_tokens,
 ) -> Callable[..., TokenLogps]:
-    """Build `Context.token_logps` for a vocabulary split over `axis`.
-
-    For `chunk` and `weight_gradient`, float32 [d_model, vocab], see `losses.Vocabulary`.
-    """
+    """Build `Context.token_logps`; for the arguments see `losses.Vocabulary` [d_model, vocab]."""
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
         """Return the log-probabilities and entropies of targets int32 [batch, seq], in its shape.

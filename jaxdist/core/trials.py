@@ -43,10 +43,7 @@ Result = dict[str, Any]
 
 
 def try_kernel(use: Use, shapes: Shapes | GroupedShapes, device: jax.Device) -> KernelCheck:
-    """Return how a kernel compares with its reference, from a child process or the cache.
-
-    If the child lacks memory next to this process, this process compares.
-    """
+    """Return how a kernel compares with its reference, from a child, the cache or this process."""
     request = {"use": use} | dataclasses.asdict(shapes) | {"dtype": jnp.dtype(shapes.dtype).name}
     name = f"{kernel_check.kernel_of(use)} ({use.replace('_', ' ')})"
     result = _trial("kernel", request, device, name)

@@ -144,10 +144,7 @@ class AttentionMask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDropout:
-    """Dropout of attention probabilities that is identical on every mesh.
-
-    `key` is used once. `rows` are int32 [batch], the index of each row in the global batch.
-    """
+    """Dropout of attention, equal on every mesh: by `key` and global `rows`, int32 [batch]."""
 
     rate: float
     key: Array

@@ -213,10 +213,7 @@ gradient_barrier.defvjp(lambda tree: (tree, None), _barrier_backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(CompositeWeight):
-    """A frozen weight in int8 [*dims], with a float32 scale per output.
-
-    The scale has size 1 in the contracted dims.
-    """
+    """A frozen weight in int8 [*dims], with a float32 scale, of size 1 in the contracted dims."""
 
     values: Any
     scale: Any

@@ -93,10 +93,7 @@ class BackwardStats(NamedTuple):
 def attend(
     query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule, sink: Sink | None = None
 ) -> Q:
-    """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
-
-    The result has the query's dtype, and is 0 for a query that sees no key.
-    """
+    """Compute softmax(query · key / √head_dim, masked) · value; 0 for a query that sees no key."""
     query, key, value, sink = declare_alike(query, key, value, sink)
     return _attend(query, key, value, sink, queries, keys, rule)
 
@@ -140,10 +137,7 @@ def name_residuals(total: Partial, dtype: Any) -> tuple[Q, Lse]:
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """Return attention to all keys from attention to two disjoint parts of them.
-
-    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
-    """
+    """Return attention to all keys from attention to two disjoint parts of them."""
     lse = jnp.logaddexp(left.lse, right.lse)
     scaled = lambda part: part.out * jnp.exp(part.lse - lse)[..., None]
     return Partial(scaled(left) + scaled(right), lse)
@@ -217,10 +211,7 @@ def wide_dtype(query: Float[Array, "*dims"]) -> Any:
 def backward(
     query: Q, key: KV, value: KV, queries: Span, keys: Span, stats: BackwardStats, rule: Rule
 ) -> tuple[Q, KV, KV]:
-    """Return the gradients of query, key and value through attention to these keys.
-
-    `stats` must include all keys that the queries see. Gradients are float32 or wider.
-    """
+    """Return gradients of query, key and value through these keys, float32 or wider."""
     query, key, value, queries, keys = _together(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = stats.lse.dtype
@@ -371,10 +362,7 @@ def visible_in_layer(
 
 
 def _blocks(x: Array, longest: int, fill: int = 0) -> Array:
-    """Reshape [batch, length, ...] to [batch, blocks, block, ...], padded with `fill` if needed.
-
-    Rows are padded if their length has no divisor between `longest` / 8 and `longest`.
-    """
+    """Reshape [batch, length, ...] to [batch, blocks, block, ...], padded with `fill` if needed."""
     length = x.shape[1]
     divisors = [n for n in range(1, min(length, longest) + 1) if length % n == 0]
     block = divisors[-1]

@@ -117,10 +117,7 @@ _NEEDS = {
 def _choose(
     size: int, heads: int, kv_heads: int, rings: list[int], inside: int, packed: bool
 ) -> tuple[Exchange, str]:
-    """Return the fastest exchange and the reason.
-
-    `rings` are the legal values of `inner`; `inside` is the largest within a node, or 0.
-    """
+    """Return the fastest exchange and the reason; `rings` are the legal values of `inner`."""
     # Even if it moves more than others: attention takes most of the time of long rows.
     if size in rings:
         return "all_to_all", "the heads divide, and whole rows take the kernel of a single device"
@@ -236,10 +233,7 @@ class _Group(NamedTuple):
     size: int
 
     def share_heads(self, query: Q, key: KV, value: KV) -> tuple[Array, Array, Array]:
-        """Return query, key and value with all positions of the group, and a part of the heads.
-
-        All-to-all: [batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...].
-        """
+        """Exchange heads for positions: [batch, size · seq_shard, heads / size, ...]."""
         if self.size == 1:
             return query, key, value
         times = max(1, self.size // key.shape[2])

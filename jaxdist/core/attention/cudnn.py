@@ -151,10 +151,7 @@ def backward_packed(
 
 
 def _in_calls(documents: Documents, run: Callable[..., Any], totals: Any) -> Any:
-    """Run `run(call, sequences)` for each call; return the merged results, [batch, seq, ...] each.
-
-    Results are selected by document, because cuDNN does not define those of other documents.
-    """
+    """Run `run(call, sequences)` for each call; select results [batch, seq, ...] by document."""
 
     def step(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         """Write the results of call carry[0], int32 [], to the positions of its documents."""
@@ -200,10 +197,7 @@ def backward(
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Q, KV, KV]:
-    """Call the kernel once for the gradients of query, key and value, in their dtypes.
-
-    `out`, its cotangent and `stats` may include more keys; gradients are those through these keys.
-    """
+    """Call the kernel once; return the gradients through these keys, in the inputs' dtypes."""
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
     dq, dk, dv = primitive.bind(*operands, **_settings(query, rule, sequences))
@@ -278,20 +272,14 @@ def missing() -> str:
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether remat keeps a value: True for the residuals of attention (a remat policy).
-
-    A policy by name would not save the log-sum-exp of cuDNN's kernel, and repeat the call.
-    """
+    """Return whether remat keeps a value: True for outputs and log-sum-exps of attention."""
     if primitive.name == "name":
         return params["name"] == "attention"
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def emulate_gpu(compute_capability: str, version: tuple[int, int, int]) -> None:
-    """Make jax's checks before cuDNN attention use a described GPU instead of the local backend.
-
-    Raises `RuntimeError` if jax has renamed a check.
-    """
+    """Make jax's checks before cuDNN attention use a described GPU, not the local backend."""
     numbers = lambda text: tuple(int(number) for number in text.split("."))
     capability, (major, minor, patch) = numbers(compute_capability), version
     answers = {

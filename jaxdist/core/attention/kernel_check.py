@@ -139,10 +139,7 @@ def _error(a: Any, b: Any) -> float:
 
 
 def sample_segments(rows: int, seq_len: int) -> Int[np.ndarray, "rows seq_len"]:
-    """Return document ids: row 0 has short documents, a long one and padding; others have one.
-
-    The short documents are more than one call of cuDNN's packed kernel takes.
-    """
+    """Return document ids: row 0 has short documents, a long one and padding; others have one."""
     segments = np.ones((rows, seq_len), np.int32)
     if seq_len < 4:
         return segments

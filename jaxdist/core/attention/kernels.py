@@ -141,10 +141,7 @@ def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def choose_kernel(request: AttentionRequest, plan: AttentionPlan) -> tuple[Kernel, str]:
-    """Choose the attention kernel for a call on these devices, with the reason.
-
-    Raises `ConfigError` if the call requests cuDNN, which is impossible for it here.
-    """
+    """Return kernel and reason; raise `ConfigError` if a requested cuDNN is impossible here."""
     platform, capability, exchange = plan.platform, plan.compute_capability, plan.exchange
     dtype, head_dim, packed = request.dtype, request.head_dim, request.packed
     softcap, num_keys, dropout = request.softcap, request.num_keys, request.dropout
@@ -243,10 +240,7 @@ def _attend(
     kernel: Kernel,
     softcap: float,
 ) -> Q:
-    """Return attention by `kernel`, which must support the mask, the soft cap and the sinks.
-
-    Residuals are named "attention" for remat policies; `cudnn.keeps_attention` handles cuDNN's.
-    """
+    """Return attention by `kernel`, which must support the mask, the soft cap and the sinks."""
     rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
     if kernel == "cudnn" and mask.segments is not None:
         return cudnn.attend_packed(query, key, value, mask.segments, rule)
@@ -284,10 +278,7 @@ def _attend_dense(
     sink: Sink | None = None,
     drop: Callable[[Array], Array] = lambda probs: probs,
 ) -> Q:
-    """Return attention from materialized scores, float32 [batch, heads, queries, keys].
-
-    `drop` maps the probabilities to those that multiply the values.
-    """
+    """Return attention from scores [batch, heads, queries, keys]; `drop` maps probabilities."""
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))

@@ -49,10 +49,7 @@ class _Tile(NamedTuple):
 def attend(
     query: Q, key: KV, value: KV, segments: Segments | None, rule: Rule, sink: Sink | None = None
 ) -> Q:
-    """Compute softmax(query · key / √head_dim, masked) · value, with a custom backward pass.
-
-    Dtypes and remat names are those of `blockwise.attend`; `rule.block` is ignored.
-    """
+    """Compute what `blockwise.attend` does, without `rule.block`; a custom backward pass."""
     query, key, value, sink = declare_alike(query, key, value, sink)
     return _attend(query, key, value, sink, segments, rule)
 
@@ -89,10 +86,7 @@ def _forward(
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Q) -> Any:
-    """Return gradients of query, key, value and sinks.
-
-    Scores are [batch, kv_heads, keys, group, queries]: products then need no transposed scores.
-    """
+    """Return gradients of query, key, value and sinks."""
     query, key, value, sink, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
     by_head = lambda x: _by_head(x, kv_heads)
@@ -152,10 +146,7 @@ def _scores(q: Array, k: Array, tile: _Tile, rule: Rule) -> Array:
 def _allowed(
     tile: _Tile, segments: Segments | None, rule: Rule
 ) -> Bool[Array, "batch_or_1 1 1 queries keys"]:
-    """Return the mask of a tile, compared at trace time.
-
-    XLA:CPU would compare positions for each score: three times as long as the exponential takes.
-    """
+    """Return the mask of a tile, compared at trace time; XLA:CPU would compare for each score."""
     position = lambda part: np.arange(part.start, part.stop)
     behind = position(tile.queries)[:, None] - position(tile.keys)
     visible = behind >= 0 if rule.causal else np.ones_like(behind, bool)

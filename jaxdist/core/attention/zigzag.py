@@ -95,10 +95,7 @@ def backward(
     is_earlier: Bool[Array, ""] | None,
     half: int,
 ) -> PartGrads:
-    """Compute half of the gradient contributions of these keys, in one call of the kernel.
-
-    `scatter_to_positions` expands the result, and both halves are summed. They take equal time.
-    """
+    """Compute half of the gradients of these keys in one call; see `scatter_to_positions`."""
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)
     if half == 0:  # late queries see the early keys of any group

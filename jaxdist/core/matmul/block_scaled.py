@@ -113,10 +113,7 @@ def make_dot(
     *,
     is_wide: Bool[Array, ""] | None = None,
 ) -> Callable[..., Array]:
-    """Make a `Context.dot` in mxfp8 or nvfp4: product [*dims], see `matmul.make_dot`.
-
-    nvfp4 all-reduces the scale of each array over `axes`.
-    """
+    """Make a `Context.dot` in mxfp8 or nvfp4: product [*dims], see `matmul.make_dot`."""
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
         """Multiply as `types.dot` does: [*dims named after the arrow]."""

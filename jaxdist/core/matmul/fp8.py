@@ -59,10 +59,7 @@ def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "
 def largest_of(
     x: Float[Array, "*dims"], axes: tuple[str, ...], dims: tuple[int, ...] | None = None
 ) -> Float32[Array, "*rest"]:
-    """Return the largest magnitude over `dims` (None = all) of an array sharded over `axes`.
-
-    Inf if any part has a NaN: collectives may drop a NaN from a maximum.
-    """
+    """Return the largest magnitude over `dims` (None = all) and `axes`; Inf if a part has a NaN."""
     largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
     largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
     over = tuple(axis for axis in axes if axis in collectives.varying_axes(largest))
@@ -275,10 +272,7 @@ _Weight: TypeAlias = Float[Array, "*weight"]
 def gather_rounded(
     how: _How, w: _Shard, near: _Shard, scale: Float32[Array, ""]
 ) -> tuple[_Weight, _Weight]:
-    """Return the gathered weight in the compute dtype and in 8 bits; listed in `weights.GATHERS`.
-
-    Gradients flow from the first result to `w`.
-    """
+    """Return the gathered weight, whose gradient flows to `w`, and its 8 bits (in `GATHERS`)."""
     axes, dim, dtype, _ = how
     weight8 = collectives.all_gather(near, axes, dim) if axes else near
     return widen(weight8, scale, dtype), weight8

@@ -38,10 +38,7 @@ def device_order(seq_len: int, size: int) -> np.ndarray:
 
 
 def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
-    """Return complete rows of the host, leaves [rows, seq, ...], sharded over devices for the step.
-
-    The batch is in sequence order and is identical on every process.
-    """
+    """Shard rows [rows, seq, ...], in sequence order and equal in all processes, for the step."""
     size = num_position_shards(sharding)
 
     def shard(x: Any) -> Array:
@@ -64,10 +61,7 @@ def local_position_ids(length: int) -> Array:
 
 
 def position_ids_of(device: Any, length: int, size: int) -> Array:
-    """Return the position ids of one device, int32 [length], on an axis of `size` devices.
-
-    `device` is its index on the axis and may be traced.
-    """
+    """Return the position ids of a device (an index, maybe traced) of `size`, int32 [length]."""
     chunk = length // 2
     inside = jnp.arange(chunk, dtype=jnp.int32)
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])

@@ -53,10 +53,7 @@ class _Exchange(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Differentiable inputs: x [tokens, d_model], shares [tokens, choices], the local experts.
-
-    `weights` are up, down and optional biases, as in `experts.make_experts`.
-    """
+    """Inputs: x [tokens, d_model], shares [tokens, choices]; `weights` as in `run_sorted`."""
 
     x: Array
     shares: Array

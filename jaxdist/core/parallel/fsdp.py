@@ -56,10 +56,7 @@ def gather(params: Params, specs: Any, dtypes: Any, *, reduce_dtype: Any) -> Par
 
 
 def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return False for values that remat must not keep: gathered or cast weights, also in 8 bits.
-
-    Excluding the name is not enough: JAX would save the unnamed output of the all-gather instead.
-    """
+    """Return False for gathered or cast weights, also unnamed ones, which remat must not keep."""
     if primitive.name == "name":
         return params["name"] != GATHERED
     if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:

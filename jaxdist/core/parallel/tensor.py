@@ -65,10 +65,7 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Add up the `Sums` of several layers, float32 [layers] each.
-
-    Those that vary over the tensor axis are also summed over it.
-    """
+    """Add up `Sums` float32 [layers] of layers, also over the tensor axis if they vary over it."""
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
         name: collectives.all_reduce(value, TENSOR.name)

@@ -55,10 +55,7 @@ class CompilerOption(NamedTuple):
 def choose_options(
     plan: StepPlan, layout: Layout, make_state: Callable[[], TrainState]
 ) -> tuple[CompilerOption, ...]:
-    """Return the compiler options of a train step that its compiler accepts; none on CPUs.
-
-    Rejected options are logged. `make_state` returns shapes, dtypes and shardings of the state.
-    """
+    """Return the compiler options of a train step, () on CPUs; log those that are rejected."""
     if plan.platform != "gpu":
         return ()
     candidates = [

@@ -105,10 +105,7 @@ class TrainConfig:
         return samples_before(self.stages, num_steps)
 
     def in_stage(self, stage: BatchStage) -> TrainConfig:
-        """Return the settings of one stage: its rows and length, and no schedule.
-
-        A device's microbatches have at most as many tokens as those of the largest batch.
-        """
+        """Return the settings of one stage, with microbatches no larger than at full size."""
         rows = stage.batch_size * (self.seq_len // stage.seq_len)
         count = -(-self.num_microbatches * stage.batch_size // self.global_batch_size)
         while count and rows % count:

@@ -130,10 +130,7 @@ _MOST_SCORES = 2**26  # in memory at once, float32
 
 
 def largest_logits(query: Q, key: KV, mask: AttentionMask) -> Float[Array, " batch"]:
-    """Return the maximum of query · key / √head_dim over heads and visible pairs, before a cap.
-
-    It is equal on the devices that split heads (`tensor`) or positions (`context`).
-    """
+    """Return the maximum of query · key / √head_dim over all heads and visible pairs, uncapped."""
     if CONTEXT.name in collectives.varying_axes(query):
         queries, keys = gathered_spans(query, mask.segments)
         key = gather_keys(key)

@@ -95,10 +95,7 @@ def describe_exchange(
 def _suggest_balanced_exchange(
     model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
 ) -> str:
-    """Return a hint to an exchange with better load balance; "" if the load is balanced.
-
-    `imbalance_of` computes the imbalance for an `inner`.
-    """
+    """Return a hint to an exchange with better load balance; "" if the load is balanced."""
     assert plan.exchange is not None
     if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
         return ""

@@ -38,10 +38,7 @@ ROW_SUMS = ("row_loss", "row_weight")
 
 
 def row_logps(output: TokenHead, batch: Batch, context: Context) -> Array:
-    """Return the summed log-probability of each row's learned targets, float32 [batch].
-
-    Devices that split the positions of rows return the same result.
-    """
+    """Return the log-probability of each row's learned targets, float32 [batch]."""
     logps = context.token_logps(output, batch["targets"]).logps
     return context.sum(jnp.sum(jnp.where(batch["weights"] > 0, logps, 0.0), axis=1), "seq")
 

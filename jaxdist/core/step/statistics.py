@@ -36,10 +36,7 @@ def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Pa
 
 
 def insert(axes: Params, grads: Params, values: Params, update: Update) -> Params:
-    """Return gradients [...] with `values` for the parameters of this kind of update.
-
-    Raises `TypeError` if `values` lacks one of these parameters.
-    """
+    """Return gradients [...] with `values` for this update; raise `TypeError` if one is missing."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(values))
     for path, dims in jax.tree_util.tree_leaves_with_path(axes):
         if dims.update == update and path not in by_path:
@@ -63,10 +60,7 @@ def mask(axes: Params, grads: Params) -> Params:
 
 
 def update_running_stats(axes: Params, updated: Params, old: Params, grads: Params) -> Params:
-    """Return updated parameters [...]; running averages move toward the batch statistics.
-
-    Increments are added.
-    """
+    """Return parameters [...] with running averages moved and increments added."""
 
     def leaf(dims: Any, new: Array, before: Array, batch_stats: Array) -> Array:
         if dims.update == "increment":

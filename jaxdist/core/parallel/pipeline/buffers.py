@@ -104,10 +104,7 @@ class Instruction(NamedTuple):
 
 
 def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
-    """Return instructions [num_ticks, num_stages] and the number of slots of each buffer.
-
-    The spare slot is not counted. Residuals have no spare slot.
-    """
+    """Return instructions [num_ticks, num_stages], and slots per buffer without the spare one."""
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.residuals, lives.outputs)
     slots = [[assign_slots(stage) for stage in family] for family in families]

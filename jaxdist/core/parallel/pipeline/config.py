@@ -52,10 +52,7 @@ class PipelineConfig:
     def choose_depths(
         self, num_layers: int, num_stages: int, num_microbatches: int, head: float
     ) -> tuple[int, ...]:
-        """Return the number of layers of each virtual stage, in the order of the model.
-
-        `head` is the time of the head relative to a layer's; see `virtual_stages.balanced`.
-        """
+        """Return the number of layers of each virtual stage; `head` as in `balanced`."""
         if self.depths:
             return self.depths
         if self.num_virtual_stages:

@@ -72,10 +72,7 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
     def act(
         kind: Kind, tick: Array, state: State, marks: Sequence[Array] = ()
     ) -> tuple[State, Message]:
-        """Run the actions of tick int32 []; return the state and the message to send after it.
-
-        They write residuals after the marks [*dims] are computed.
-        """
+        """Run tick int32 []; write residuals after the marks [*dims]. Return state and message."""
         now = jax.tree.map(lambda column: take(column, tick), instructions)
         now = now._replace(residual=after(now.residual, marks))
         value, state = jax.named_scope(f"pipeline_{kind}")(handlers[kind])(now, state)
@@ -144,10 +141,7 @@ def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, as_loops: b
 def loop_over(
     xs: Array, body: Callable[[Any, Array], tuple[Any, Any]], carry: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Scan over xs [steps, ...] like `lax.scan`, but without a loop for a single step.
-
-    XLA would inline that loop after its collectives were ordered (`core/collective_order.py`).
-    """
+    """Scan over xs [steps, ...] like `lax.scan`, but without a loop for a single step."""
     if xs.shape[0] > 1:
         return lax.scan(body, carry, xs, **options)
     carry, out = body(carry, xs[0])

@@ -60,10 +60,7 @@ class Layers(NamedTuple):
 
 
 class LayerwiseBackward:
-    """Runs a layer over a stack of layers, `unroll` layers per iteration of a loop.
-
-    `reduce` reduces the gradients of one layer over devices.
-    """
+    """Runs a stack of layers, `unroll` per iteration; `reduce` sums gradients."""
 
     def __init__(self, layer: LayerVjp, reduce: Callable[[Params], Params], unroll: int) -> None:
         self._layer, self._reduce, self._unroll = layer, reduce, unroll
@@ -135,10 +132,7 @@ def over_layers(
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
-    """Scan `one` over the int32 [] indices of the layers of a virtual stage, without padding.
-
-    The second outputs are [layers, ...], zeros for padding.
-    """
+    """Scan `one` over indices int32 [] of layers; outputs [layers, ...] are 0 for padding."""
     slots, least = jnp.arange(layers.indices.shape[0]), layers.least
     options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
     if least == slots.size:

@@ -12,10 +12,7 @@ from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, ScheduleErro
 
 
 class Loop(NamedTuple):
-    """A loop over rounds of one or two ticks, each with one kind of action.
-
-    `rounds[r][i]` is the index of tick i of round r, whose actions are of kind `kinds[i]`.
-    """
+    """Rounds of ticks: tick `rounds[r][i]` has actions of kind `kinds[i]` only."""
 
     rounds: tuple[tuple[int, ...], ...]
     kinds: tuple[Kind, ...]

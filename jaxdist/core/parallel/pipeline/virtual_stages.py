@@ -130,10 +130,7 @@ _UNROLLED = 2  # layers of a virtual stage that the compiler sees as one sequenc
 def cheapest(
     num_layers: int, num_stages: int, num_microbatches: int, head: float
 ) -> tuple[int, ...]:
-    """Return the number of layers of each virtual stage for the shortest step.
-
-    More virtual stages idle less, but have smaller loops over layers. `head`: as in `balanced`.
-    """
+    """Return the layers per virtual stage of the fastest split; `head` as in `balanced`."""
     p, m = num_stages, num_microbatches
     groups, last = divmod(m - 1, p)  # microbatches pass in groups of p
 
