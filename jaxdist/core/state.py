@@ -1,7 +1,4 @@
-"""The state of a run between two steps, and its initialization on any mesh.
-
-Each device creates its own shards, with the same bits on every mesh (JAX's PRNG is partitionable).
-"""
+"""The state of a run between two steps, and its initialization: the same bits on any mesh."""
 
 from __future__ import annotations
 

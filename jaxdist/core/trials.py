@@ -158,11 +158,7 @@ def _versions() -> dict[str, str]:
 
 
 def operation_errors() -> dict[str, tuple[float, float]]:
-    """Return operation and dtype -> (error, limit) on the default device.
-
-    Errors are the largest difference to numpy in float64, relative to the result's largest value.
-    Limits are multiples of the dtype's rounding unit; float32 products may use tf32 (10 bits).
-    """
+    """Return operation and dtype -> (error relative to the largest value, limit), against numpy."""
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((2, 193, 257))
     index = rng.integers(0, 193, 1024)

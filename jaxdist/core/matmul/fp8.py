@@ -105,10 +105,7 @@ class RoundedWeight:
 def make_dot(
     axes: tuple[str, ...], platform: str, *, is_wide: Bool[Array, ""] | None = None
 ) -> Any:
-    """Make a `Context.dot` in fp8: product [*dims], see `matmul.make_dot`.
-
-    Weights may be `RoundedWeight`s, the results of `gather`. Other weights are rounded here.
-    """
+    """Make a `Context.dot` in fp8: product [*dims]; `RoundedWeight`s are not rounded again."""
 
     def dot(dims: str, x: Array, w: Array | RoundedWeight, *, out_dtype: Any = None) -> Array:
         """Multiply as `types.dot` does: [*dims named after the arrow]."""

@@ -65,11 +65,7 @@ def keep_all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
-    """Reduce-scatter float32 gradients [..., n · d, ...] to this device's shards [..., d, ...].
-
-    This is the backward pass of `gather` for accumulated gradients. Sums are in `reduce_dtype`.
-    Leaves that no axis shards are returned unchanged.
-    """
+    """Reduce-scatter accumulated float32 gradients [..., n · d, ...] to shards [..., d, ...]."""
     leaf = lambda spec, grad: shard_of_sum(grad, axes_of(spec), gathered_dim(spec), reduce_dtype)
     return jax.tree.map(leaf, specs, grads)
 

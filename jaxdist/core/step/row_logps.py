@@ -1,8 +1,4 @@
-"""Values of complete rows, computed without gradients before the differentiated pass.
-
-Objectives that compare the model with a reference, or need a value of the global batch, add such
-fields to the batch (`Objective.prepare`). A teacher adds values of each token.
-"""
+"""Values of complete rows or tokens, computed without gradients, e.g. for `Objective.prepare`."""
 
 from __future__ import annotations
 
@@ -87,11 +83,7 @@ def _without_sums(model: Model) -> Model:
 
 
 def with_row_losses(objective: Objective, num_rows: int) -> Objective:
-    """Return an objective of tokens whose sums also have loss and weight of each row.
-
-    `row_loss` and `row_weight` are float32 [num_rows], for the rows of the global batch. They are
-    absent if the objective does not call `Context.token_loss`.
-    """
+    """Return an objective whose sums also have `ROW_SUMS` [num_rows], if it calls `token_loss`."""
 
     def with_rows(output: TokenHead, batch: Batch, context: Context) -> Sums:
         own: dict[str, Array] = {}

@@ -44,10 +44,7 @@ class LayerVjp(NamedTuple):
 
 
 def layer_vjp(layer: Layer, weights: Params, x: Array, constants: Any) -> LayerVjp:
-    """Return forward and backward of a layer for arguments of these shapes and dtypes.
-
-    x is [microbatch, seq_shard, d_model]. `constants` are not differentiated.
-    """
+    """Return both functions for arguments like these; x is [microbatch, seq_shard, d_model]."""
     traces: list[tuple[Any, Any, Any]] = []
 
     def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:

@@ -13,11 +13,7 @@ from jaxdist.runtime.formatting.numbers import percent
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of a forward and of a backward of one virtual stage; the defaults assume no remat.
-
-    `depths` is the number of layers of each virtual stage, in the order of the model, if they
-    differ. The times are those of the deepest virtual stages; others take proportionally less.
-    """
+    """Times of a forward and a backward of the deepest virtual stage; others scale by `depths`."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -100,11 +96,7 @@ def branch_shares(schedule: Schedule) -> dict[str, float]:
 
 
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Draw the schedule as text: one row per stage, one column per tick, its cost below.
-
-    `F2` is the forward of microbatch 2, `B` backward, `·` idle. With several virtual stages per
-    stage, a letter is appended (`F2a` is the first virtual stage).
-    """
+    """Draw the schedule: `F2a` = forward of microbatch 2 on virtual stage a, `·` = idle."""
     costs = costs or Costs()
     report = simulate(schedule, costs)
     many = schedule.num_virtual_stages > 1

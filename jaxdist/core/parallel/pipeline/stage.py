@@ -115,11 +115,7 @@ def make_stage(
     *,
     as_loops: bool = False,
 ) -> Stage:
-    """Build this device's stage: the layers of its virtual stages, and its microbatches.
-
-    `params` are local shards, layers [layers of this stage, ...] in execution order; `batch` is
-    this replica's [rows, ...]. For `as_loops` see `run_if`.
-    """
+    """Build this device's stage from shards in execution order and its batch [rows, ...]."""
     layers = jax.tree.map(
         lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:]), params["layers"]
     )

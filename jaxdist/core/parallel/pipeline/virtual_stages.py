@@ -162,11 +162,7 @@ def model_order_sharding(path: Any, x: Any, stored: NamedSharding, split: LayerS
 
 
 def to_execution_order(tree: Any, split: LayerSplit) -> Any:
-    """Return a copy of a tree with layers on the stages that run them.
-
-    `tree` is a train state or parameters on a mesh, in the order of the model. Stacked arrays are
-    [num_layers, ...]. `jax.ShapeDtypeStruct`s with shardings are converted, too.
-    """
+    """Return a tree of arrays or structs [num_layers, ...] with layers on their stages."""
     return _reorder(tree, split, to_model=False)
 
 
