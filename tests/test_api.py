@@ -221,9 +221,9 @@ def test_run_with_an_optimizer_resumes_with_it_only(tmp_path):
     with refused("optimizer", "optax", "--run-dir"):
         train(tmp_path / "two", steps=4)
     assert train(tmp_path / "two", steps=4, **rule).losses == undisturbed.losses
-    with refused("offload_optimizer", "of your own"):
-        offload = {"train": {**TINY["train"], "offload_optimizer": f"disk:{tmp_path}"}}
-        train(tmp_path / "three", steps=4, **offload, **rule)
+    offload = {"train": {**TINY["train"], "offload_optimizer": "host"}}
+    losses = train(tmp_path / "three", steps=4, **offload, **rule).losses
+    np.testing.assert_allclose(losses, undisturbed.losses, rtol=2e-5)
 
 
 def test_failing_callback_closes_the_loader(monkeypatch, tmp_path):

@@ -71,7 +71,7 @@ CRASHES = {
 
 
 def test_kill_at_any_named_point_leaves_complete_checkpoints_and_resumes_bit_identically(tmp_path):
-    others = {"during_upload", "during_moments"}  # of test_object_storage and test_offload_disk
+    others = {"during_upload", "during_moments"}  # of test_object_storage and test_offload_moments
     assert {*CRASHES, *others} == set(POINTS)
     settings = {"every": 4, "width": 64, "pause_s": 0, "preflight": False}
     settings["config"] = {"max_to_keep": 2}

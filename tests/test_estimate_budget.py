@@ -183,27 +183,34 @@ def test_the_default_mesh_follows_the_estimate():
     assert spec == MeshSpec(fsdp=8) and missing(reason, "a replica", "GiB") == []
 
 
-def test_pinned_host_memory_is_checked_for_each_process_and_host(monkeypatch):
-    """8B on 8 GPUs offloads 60 GiB of moments in all; XLA's own limit is 64 GiB a process."""
+def test_host_memory_is_checked_for_each_process_and_host(monkeypatch):
+    """8B on 8 GPUs has 60 GiB of moments in all."""
     config, spec = run(offload_optimizer="host", remat="full"), MeshSpec(fsdp=8)
     budget = Budget.of(config, spec, gpus(8, 72), None)
-    pinned = 8 * budget.memory.host_bytes / GIB
-    assert budget.own_gpus == 8 and 59 < pinned < 61
-    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 2**40)
-    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "59")
-    with refused("8 GPUs", backend.PINNED_LIMIT_GIB, "59.0 GiB", "--train.offload-optimizer"):
-        budget.check()
-    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "61")
+    moments, pinned = (x / GIB for x in budget.memory.process_bytes(8))
+    assert budget.own_gpus == 8 and 59 < moments < 61 and pinned == 0
+    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 121 * GIB)
     budget.check()
     one_each = gpus(8, 72)
     for process, device in enumerate(one_each):
         device.process_index = process
     hosts = dict.fromkeys(range(8), "a")
-    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, "8")
     Budget.of(config, spec, one_each, None, hosts).check()
-    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 50 * GIB)
-    with refused("50.0 GiB", "--train.offload-optimizer=none"):
-        Budget.of(config, spec, one_each, None, hosts).check()
+    copies = Budget.of(config, MeshSpec(data=8), gpus(8, 200), None)
+    assert copies.memory.process_bytes(8) == budget.memory.process_bytes(8)  # copies are kept once
+    copies.check()
+    monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: 119 * GIB)
+    for devices in (gpus(8, 72), one_each):
+        with refused("119.0 GiB", "--train.offload-optimizer=none"):
+            Budget.of(config, spec, devices, None, hosts).check()
+    # Activations are pinned, and XLA's own limit is 64 GiB a process.
+    budget = Budget.of(run(remat="offload:layer_input"), spec, gpus(8, 72), None)
+    pinned = round(budget.memory.process_bytes(8)[1] / GIB) - 1
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, str(pinned))
+    with refused("8 GPUs", backend.PINNED_LIMIT_GIB, f"{pinned}.0 GiB", "--train.remat=full"):
+        budget.check()
+    monkeypatch.setenv(backend.PINNED_LIMIT_GIB, str(pinned + 1))
+    budget.check()
 
 
 def test_xla_may_pin_the_memory_of_the_host(monkeypatch):

@@ -253,8 +253,6 @@ def test_8b_fits_on_one_gpu_with_its_moments_on_a_disk(capsys):
     assert disk["checkpoints"]["bytes"] == kept["checkpoints"]["bytes"] == 1.5 * moments
     assert 0 < disk["memory"]["phases"]["update"]["fetched moments"] <= 0.1 * moments
     assert kept["fits"] is False and disk["fits"] is True
-    with refused("disk:/nvme", "2 processes"):
-        main([*config, "--gpus=h100:2x8"])
 
 
 def test_offloaded_moments_cost_time_and_are_on_the_gpu_only_for_the_update(capsys):
@@ -267,7 +265,8 @@ def test_offloaded_moments_cost_time_and_are_on_the_gpu_only_for_the_update(caps
     }
     assert {name: size for name, size in held.items() if size} == {"update": moments}
     seconds = moved["step"]["parts"]["moments to and from host memory"]
-    assert seconds == pytest.approx(2 * moments / 10e9)  # PCIe 4.0, all GPUs of a node at once
+    # PCIe 4.0, all GPUs of a node and both directions at once.
+    assert seconds == pytest.approx(moments / 10e9)
 
 
 def test_smaller_batch_is_suggested_if_only_accumulated_gradients_do_not_fit(capsys):

@@ -15,7 +15,6 @@ from test_parity import check
 from tiny import (
     LEARNING_RATE,
     Case,
-    batch_of,
     distance,
     initial_state,
     largest,
@@ -397,20 +396,6 @@ def test_rows_that_do_not_divide_are_refused():
     ragged = jax.tree.map(lambda x: x[:12], text_batch())
     with refused("12", "8", error=ValueError):
         step.train.lower(state, ragged, np.inf)
-
-
-def test_offloaded_moments_live_in_host_memory():
-    case = Case("learned", "dp=2")
-    step, state = step_of(case, offload_optimizer="host")
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
-    assert kinds == {"pinned_host"}
-    losses = []
-    for _ in range(3):
-        state, metrics = step.train(state, put_batch(step, batch_of("learned")), np.inf)
-        losses.append(float(metrics["loss"]))
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
-    assert kinds == {"pinned_host"}
-    np.testing.assert_allclose(losses, reference("learned").losses[:3], rtol=2e-5)
 
 
 @pytest.mark.parametrize(

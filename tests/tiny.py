@@ -26,13 +26,13 @@ from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings, without_moments
 from jaxdist.core.step import Optimizer, Reports, Step, TrainConfig, make_step
+from jaxdist.core.step.grouped_update import Unit, plan_groups
 from jaxdist.core.step_plan import Device, StepPlan, StepSettings, plan_step
 from jaxdist.core.types import (
     Batch,
     Context,
     Model,
     Objective,
-    Offload,
     Params,
     Sums,
     TokenHead,
@@ -349,6 +349,7 @@ def step_of(
     objective: Objective | None = None,
     layer_statistics_steps: int = 0,
     store: Any = None,
+    unit: Unit = "element",
     **changes: Any,
 ) -> tuple[Step, TrainState]:
     """Return the step of a case and an initial state with its layout.
@@ -358,7 +359,9 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm, ema_decay: as in `Optimizer`.
-        layer_statistics_steps, store: as in `Reports` and `Optimizer`.
+        layer_statistics_steps: as in `Reports`.
+        store: makes the store of optimizer moments from the groups of the step.
+        unit: as in `plan_groups`.
         axes: records of the parameters, those of the model by default.
         objective: that of the model by default.
         changes: other fields of `TrainConfig`.
@@ -368,19 +371,26 @@ def step_of(
     loss_scale = initial_loss_scale(precision.resolve("cpu"))
     config = train_config(case, **changes)
     model = dataclasses.replace(model, axes=axes or model.axes)
+    copies = {"ema": ema_decay} if ema_decay else {}
+    plan = plan_of(model, layout, config, precision, case.pipeline)
+    made = None
+    if store is not None:
+        kept = {"loss_scale": loss_scale, "copies": tuple(copies)}
+        made = store(plan_groups(model, rule, layout, plan.layers, unit, **kept))
+        made.fill_zeros()
     step = make_step(
         model,
         objective or model.objective,
-        Optimizer(rule, schedule, max_grad_norm, {"ema": ema_decay} if ema_decay else {}, store),
+        Optimizer(rule, schedule, max_grad_norm, copies, made),
         layout,
-        plan_of(model, layout, config, precision, case.pipeline),
+        plan,
         Reports(layer_statistics_steps),
     )
     state = place_state(
         case,
         rule=rule,
         loss_scale=loss_scale,
-        offload=config.offload,
+        offload=store is not None,
         copies=["ema"] * bool(ema_decay),
     )
     return step, state
@@ -391,13 +401,13 @@ def place_state(
     *,
     rule: optax.GradientTransformation | None = None,
     loss_scale: dict[str, Any] | None = None,
-    offload: Offload = "none",
+    offload: bool = False,
     copies: Sequence[str] = (),
 ) -> TrainState:
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     start, loss_scale = initial_state(case.model), loss_scale or {}
     opt_state = jax.jit(rule.init)(start.params)
-    if offload == "disk":
+    if offload:
         opt_state = without_moments(rule, opt_state, start.params)
     state = dataclasses.replace(
         start,

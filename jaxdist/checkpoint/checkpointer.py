@@ -30,7 +30,7 @@ from jaxdist.checkpoint.events import (
 from jaxdist.checkpoint.local import lineage
 from jaxdist.checkpoint.local.tier import LocalTier
 from jaxdist.checkpoint.lock import DirectoryLock
-from jaxdist.checkpoint.moment_files import MomentFiles
+from jaxdist.checkpoint.moment_store import MomentStore
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
@@ -124,7 +124,7 @@ class Checkpointer:
         due: Due = "",
         force: bool = False,
         metrics: dict[str, float] | None = None,
-        moments: MomentFiles | None = None,
+        moments: MomentStore | None = None,
     ) -> None:
         """Save the state of `step`; with `config.in_background` blocks only for the copy to host.
 
@@ -142,7 +142,7 @@ class Checkpointer:
                 `checkpoint.local_dir` only and ignores `force`.
             force: return only after the save is committed or has failed (preemption, last step).
             metrics: evaluation metrics at this step, for `keep_best`.
-            moments: the optimizer moments that are in files and not in `state`.
+            moments: the optimizer moments that are in a store and not in `state`.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")

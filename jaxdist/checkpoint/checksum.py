@@ -41,7 +41,7 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
     """Start computing `checksums`; the returned function waits for the result, on any thread.
 
     The caller may donate the arrays [...] right away. The returned function sums copies of small
-    arrays on CPUs. Arrays without a mesh or in host memory are summed before this returns.
+    arrays on CPUs. Arrays without a mesh are summed before this returns.
     """
     meshes: dict[Mesh | AbstractMesh, dict[int, PartitionSpec]] = {}
     copied, results = {}, {}
@@ -51,14 +51,13 @@ def start_checksums(arrays: Sequence[Array]) -> Callable[[], list[int]]:
             starts = [[part.start or 0 for part in shard.index] for shard in shards]
             parts = [np.array(shard.data) for shard in shards]
             copied[position] = (parts, starts, itertools.repeat(x.shape))
-        elif isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != "pinned_host":
+        elif isinstance(x.sharding, NamedSharding):
             entries = [*x.sharding.spec]
             while entries and entries[-1] is None:
                 entries.pop()
             meshes.setdefault(x.sharding.mesh, {})[position] = PartitionSpec(*entries)
-        else:  # e.g. offloaded optimizer state, one leaf at a time
-            on_device = jax.device_put(x, x.sharding.with_memory_kind("device"))
-            results[position] = int(checksum(on_device))
+        else:
+            results[position] = int(checksum(x))
     started = []
     for mesh, specs in meshes.items():
         program = _program_of(mesh, tuple(specs.values()))

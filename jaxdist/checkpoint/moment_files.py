@@ -1,17 +1,17 @@
-"""Optimizer moments in files of a local disk, and their way to checkpoints and back.
+"""Optimizer moments in files of a local disk.
 
 Each process has a directory of its own in the directory that the user named, with one file per
-group of parameters: a header (format, CRC-32, step), then the group's part of each moment. A write
-goes to a new file that replaces the old one, so that a kill leaves the old or the new file. A read
-rejects a file whose CRC-32 or step is not the expected one. The files are deleted at the end of a
-run, and those of a killed process by the next one. Checkpoints have the moments as ordinary
-arrays, so that a run may resume with its moments in another memory or on another mesh.
+group of parameters: a header (format, CRC-32, step), then the process's shards of the group. A
+write goes to a new file that replaces the old one, so that a kill leaves the old or the new file. A
+read rejects a file whose CRC-32 or step is not the expected one. The files are deleted at the end
+of a run, and those of a killed process by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import struct
@@ -20,19 +20,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint import orbax_io, pytree
-from jaxdist.checkpoint.blocks import Index, dtype_of, even_chunk
-from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.events import CorruptCheckpoint, MismatchError
-from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.checkpoint.moment_store import MomentStore, Shard
 from jaxdist.core.step.grouped_update import Groups
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 _HEADER = struct.Struct("<4sIq")  # format, CRC-32 of step and moments, step
@@ -50,45 +45,18 @@ class DamagedMoments(RuntimeError):
     )
 
 
-class MomentPart(NamedTuple):
-    """A parameter group's part of an optimizer moment: leaf of the train state, and slices."""
+class MomentFiles(MomentStore):
+    """Optimizer moments in files of `directory`, one file per parameter group."""
 
-    leaf: pytree.Leaf
-    slices: Index
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the part."""
-        return tuple(s.stop - s.start for s in self.slices)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the part in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.leaf.value.dtype.itemsize
-
-
-class MomentFiles:
-    """Optimizer moments in files of `directory`, one file per parameter group.
-
-    `groups` has the parts of each group. No file exists before `fill_zeros` or `load`.
-    """
-
-    def __init__(self, directory: str, groups: Sequence[Sequence[MomentPart]]):
-        self.directory, self.groups = Path(directory), groups
-        self.leaves = list({part.leaf.name: part.leaf for g in groups for part in g}.values())
-        self.num_bytes = sum(leaf.num_bytes for leaf in self.leaves)
-        self.close: Callable[[], None] = lambda: None  # deletes the files
+    def __init__(self, groups: Groups, directory: str):
+        super().__init__(groups)
+        self.directory = Path(directory)
+        self._finalize: Callable[[], None] = lambda: None
         self._own: Path | None = None
 
-    @classmethod
-    def of(cls, groups: Groups, directory: str) -> MomentFiles:
-        """Return the files of the moments of a train step, one per group of parameters."""
-        leaves = [x for x in pytree.leaves_of(groups.state) if x.item == "opt_state"]
-        parts = [
-            [MomentPart(leaves[i], group.slices(leaves[i].value)) for i in groups.leaves(group)]
-            for group in groups.groups
-        ]
-        return cls(directory, parts)
+    def close(self) -> None:
+        """Delete the files."""
+        self._finalize()
 
     def check(self) -> None:
         """Delete files of killed processes; `ConfigError` if the disk is unwritable or too full."""
@@ -102,62 +70,45 @@ class MomentFiles:
             for left in self.directory.glob(f"{_PREFIX}*"):
                 with contextlib.suppress(OSError), _locked(left, wait=False):
                     shutil.rmtree(left)
-        largest = max(sum(part.num_bytes for part in group) for group in self.groups)
-        needed, free = 2 * self.num_bytes + largest, shutil.disk_usage(self.directory).free
+        sizes = [sum(shard.num_bytes for shard in group) for group in self.shards]
+        needed, free = 2 * sum(sizes) + max(sizes), shutil.disk_usage(self.directory).free
         if free < needed:
             raise ConfigError(
-                f"{name}: moments take {in_bytes(self.num_bytes)}, twice while a checkpoint is "
+                f"{name}: moments take {in_bytes(sum(sizes))}, twice while a checkpoint is "
                 f"written, in all {in_bytes(needed)}, and {in_bytes(free)} are free. Free some, or "
                 "name a directory of another disk."
             )
 
-    def fill_zeros(self) -> None:
-        """Write zeros, the moments of a new run at step 0."""
-        for number, group in enumerate(self.groups):
-            zeros = [np.zeros(part.shape, part.leaf.value.dtype) for part in group]
-            self._replace(number, self._write_new(number, 0, zeros))
-
-    def load(self, stored: StoredArrays, step: int) -> None:
-        """Copy the moments of a checkpoint, verified; other stored dtypes are cast.
-
-        Raises `MismatchError` for missing moments and other shapes, and `CorruptCheckpoint`.
-        """
-        entries = {leaf.name: stored.entries.get(leaf.name) for leaf in self.leaves}
-        present: Any = {name: entry for name, entry in entries.items() if entry is not None}
-        if problems := pytree.mismatches(self.leaves, present):
-            raise MismatchError(step, problems, stored.document)
-        sums = dict.fromkeys(present, 0)
-        for number, group in enumerate(self.groups):
-            moments = []
-            for part in group:
-                name, dtype = part.leaf.name, part.leaf.value.dtype
-                values = stored.gather(name, part.slices)
-                sums[name] += part_checksum(values, _start(part), present[name]["shape"])
-                moments.append(values.astype(dtype, copy=False))
-            self._replace(number, self._write_new(number, step, moments))
-        wrong = [name for name in sums if sums[name] % 2**32 != present[name]["checksum"]]
-        if wrong:
-            raise CorruptCheckpoint(f"wrong checksum of {wrong[0]} in {stored.checkpoint}")
-
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return a group's moments, each [part], after `step` steps; raises `DamagedMoments`."""
-        return _read(self._file(group), self.groups[group], step)
+        """Return the shards [...] of a group after `step` steps; raises `DamagedMoments`."""
+        return _read(self._file(group), self.shards[group], step)
 
-    def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
-        """Replace the optimizer moments [part] of a group by those after `step` steps."""
-        new = self._write_new(group, step, moments)
+    def put(self, group: int, step: int, shards: Sequence[np.ndarray]) -> None:
+        """Replace the shards [...] of a group by those after `step` steps."""
+        os.replace(self._write_new(group, step, shards), self._file(group))
+
+    def write(self, group: int, step: int, shards: Sequence[np.ndarray]) -> None:
+        """Replace the shards [...] of a group by those after `step` steps."""
+        new = self._write_new(group, step, shards)
         crash_point("during_moments")
-        self._replace(group, new)
+        os.replace(new, self._file(group))
 
-    def snapshot(self, step: int) -> Snapshot:
-        """Keep the files of this step for a checkpoint, as links; replaces the last snapshot."""
+    def take_snapshot(self, step: int) -> list[Callable[[], list[np.ndarray]]]:
+        """Keep the files of this step as links to read shards [...]; replaces the last snapshot."""
         folder = self._file(0).parent / "snapshot"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        files = [folder / self._file(group).name for group in range(len(self.groups))]
+        files = [folder / self._file(group).name for group in range(len(self.shards))]
         for group, file in enumerate(files):
             os.link(self._file(group), file)
-        return Snapshot(self, files, step)
+
+        def take(group: int) -> list[np.ndarray]:
+            """Return the shards [...] of a group, and delete its link."""
+            shards = _read(files[group], self.shards[group], step)
+            files[group].unlink()
+            return shards
+
+        return [functools.partial(take, group) for group in range(len(files))]
 
     def _file(self, group: int) -> Path:
         if self._own is None:
@@ -165,15 +116,13 @@ class MomentFiles:
                 self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.directory))
                 lock = os.open(self._own, os.O_RDONLY)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            self.close = weakref.finalize(self, _delete, self._own, lock, os.getpid())
+            self._finalize = weakref.finalize(self, _delete, self._own, lock, os.getpid())
         return self._own / f"group-{group}"
 
-    def _write_new(self, group: int, step: int, moments: Sequence[np.ndarray]) -> Path:
-        """Write the moments [part] of a group durably to a new file; return its path."""
+    def _write_new(self, group: int, step: int, shards: Sequence[np.ndarray]) -> Path:
+        """Write the shards [...] of a group durably to a new file; return its path."""
         new = self._file(group).with_suffix(".new")
-        data: list[Any] = [
-            np.ascontiguousarray(moment).reshape(-1).view(np.uint8) for moment in moments
-        ]
+        data: list[Any] = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in shards]
         with open(new, "wb", buffering=0) as file:
             for block in (_HEADER.pack(_FORMAT, _crc_of(step, data), step), *data):
                 view = memoryview(block)
@@ -183,46 +132,10 @@ class MomentFiles:
             _drop_pages(file.fileno())
         return new
 
-    def _replace(self, group: int, new: Path) -> None:
-        os.replace(new, self._file(group))
 
-
-class Snapshot:
-    """Links to the moment files of one step; they stay while later steps replace the files."""
-
-    def __init__(self, moments: MomentFiles, files: Sequence[Path], step: int):
-        self._moments, self._files, self._step = moments, files, step
-
-    def add_to(self, checkpoint: Location, document: dict[str, Any]) -> None:
-        """Write the moments, and `document` with their entries, to a checkpoint; delete links."""
-        rows: dict[str, tuple[int, ...]] = {}
-        for part in self._parts():
-            rows.setdefault(part.leaf.name, part.shape)  # the first part is the largest
-        arrays = [leaf.value for leaf in self._moments.leaves]
-        entries = pytree.describe(self._moments.leaves, arrays)
-        sums, handles = dict.fromkeys(entries, 0), {}
-        for leaf in self._moments.leaves:
-            dtype = dtype_of(leaf.value.dtype.name)
-            chunk = even_chunk(rows[leaf.name], dtype.itemsize, orbax_io.CHUNK_BYTES)
-            create = {"shape": leaf.value.shape, "chunks": chunk, "dtype": dtype}
-            handles[leaf.name] = orbax_io.open_array(checkpoint, leaf.item, leaf.path, create)
-        for group, file in zip(self._moments.groups, self._files, strict=True):
-            for part, values in zip(group, _read(file, group, self._step), strict=True):
-                name = part.leaf.name
-                handles[name].write(part.slices, values)
-                sums[name] += part_checksum(values, _start(part), part.leaf.value.shape)
-            file.unlink()
-        checksums = [total % 2**32 for total in sums.values()]
-        document["arrays"] |= pytree.with_checksums(entries, checksums)
-        orbax_io.write_frame(checkpoint, document)
-
-    def _parts(self) -> Iterator[MomentPart]:
-        return (part for group in self._moments.groups for part in group)
-
-
-def _read(file: Path, parts: Sequence[MomentPart], step: int) -> list[np.ndarray]:
-    """Return the moments [part] in a file of `step`; raises `DamagedMoments` for any other file."""
-    data: Any = np.empty(sum(part.num_bytes for part in parts), np.uint8)
+def _read(file: Path, shards: Sequence[Shard], step: int) -> list[np.ndarray]:
+    """Return the shards [...] in a file of `step`; raises `DamagedMoments` for any other file."""
+    data: Any = np.empty(sum(shard.num_bytes for shard in shards), np.uint8)
     length = 0
     with open(file, "rb", buffering=0) as opened:
         header = opened.read(_HEADER.size)
@@ -239,11 +152,11 @@ def _read(file: Path, parts: Sequence[MomentPart], step: int) -> list[np.ndarray
         raise DamagedMoments(
             f"{file} has moments of step {stored_step}, and the state is of step {step}"
         )
-    ends = np.cumsum([part.num_bytes for part in parts])
+    ends = np.cumsum([shard.num_bytes for shard in shards])
     pieces = np.split(data, ends[:-1])
     return [
-        piece.view(part.leaf.value.dtype).reshape(part.shape)
-        for piece, part in zip(pieces, parts, strict=True)
+        piece.view(shard.dtype).reshape(shard.shape)
+        for piece, shard in zip(pieces, shards, strict=True)
     ]
 
 
@@ -257,10 +170,6 @@ def _crc_of(step: int, data: Sequence[Any]) -> int:
 def _drop_pages(file: int) -> None:
     """Free the page cache of a file: the next read of its group is a complete step away."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _start(part: MomentPart) -> list[int]:
-    return [s.start for s in part.slices]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,9 @@ from jaxdist.runtime.storage import Location
 ARRAYS = "arrays"
 """Directory of the arrays in a checkpoint; keys start with the item: `params.layers.…`."""
 
+PART = "part_"
+"""First part of the name of a directory in `arrays/` to which a single process writes."""
+
 CHUNK_BYTES = 64 << 20
 """Largest chunk of an array on disk, the smallest unit that a restore reads."""
 
@@ -136,17 +139,24 @@ def read_document(checkpoint: Location) -> dict[str, Any]:
 
 
 def open_array(
-    checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
+    checkpoint: Location,
+    item: str,
+    keys: Sequence[str],
+    create: Mapping[str, Any] | None = None,
+    *,
+    part: str = "",
 ) -> Any:
     """Open the array with these keys in an item, to `read` it by index.
 
-    With `create`, make it, to `write` it: `shape`, `chunks` (shape of a chunk on disk), `dtype`.
+    With `create`, make it, to `write` it: `shape`, `chunks` (shape of a chunk on disk), `dtype`. In
+    a `part` of the store, whose name starts with `PART`, a process writes alone (`merge_parts`).
     """
     if not checkpoint.is_local:
         return object_io.open_array(checkpoint, item, keys, create)
     import tensorstore
 
-    base, path = Path(str(checkpoint / ARRAYS)).absolute().as_uri(), ".".join((item, *keys))
+    base = Path(str(checkpoint / ARRAYS / part)).absolute().as_uri()
+    path = ".".join((item, *keys))
     store: dict[str, Any] = {"driver": "ocdbt", "base": f"{base}/", "path": f"{path}/"}
     spec: dict[str, Any] = {"driver": "zarr", "kvstore": store}
     if create is None:
@@ -156,6 +166,19 @@ def open_array(
     metadata = object_io.zarr_metadata(create["shape"], create["chunks"], create["dtype"])
     spec["metadata"] = {key: metadata[key] for key in described}
     return _StoredArray(tensorstore.open(spec, create=True).result())
+
+
+def merge_parts(checkpoint: Location) -> None:
+    """Add to the store the arrays that processes wrote to its parts; it refers to their files."""
+    import tensorstore
+
+    base, context = Path(str(checkpoint / ARRAYS)).absolute(), tensorstore.Context()  # shares files
+    stores = [base, *sorted(base.glob(f"{PART}*"))]
+    specs = [{"driver": "ocdbt", "base": f"{store.as_uri()}/"} for store in stores]
+    target, *parts = (tensorstore.KvStore.open(x, context=context).result() for x in specs)
+    with tensorstore.Transaction(atomic=True) as transaction:
+        for part in parts:
+            part.experimental_copy_range_to(target.with_transaction(transaction)).result()
 
 
 class _StoredArray:

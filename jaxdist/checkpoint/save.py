@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import lock, manifest, orbax_io, pytree
@@ -36,7 +37,7 @@ from jaxdist.checkpoint.events import (
     one_line,
 )
 from jaxdist.checkpoint.exports import Exports
-from jaxdist.checkpoint.moment_files import MomentFiles
+from jaxdist.checkpoint.moment_store import MomentStore, Snapshot
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.group import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -94,7 +95,7 @@ class Saver:
         metrics: dict[str, float],
         *,
         halfway: bool = False,
-        moments: MomentFiles | None = None,
+        moments: MomentStore | None = None,
     ) -> None:
         """Wait for the previous save; start one unless `step` is saved; wait for the host copy."""
         leaves = pytree.leaves_of(state)
@@ -219,11 +220,11 @@ class Saver:
         leaves: list[pytree.Leaf],
         meta: dict[str, Any],
         outcome: Outcome,
-        moments: MomentFiles | None,
-    ) -> Callable[[], dict[str, Any]] | None:
+        moments: MomentStore | None,
+    ) -> Callable[[], Written] | None:
         """Start a save; return the result of `_begin`, or None if the step is already saved.
 
-        After a failure, `outcome.error` is set and the returned function gives an empty dict.
+        After a failure, `outcome.error` is set and the returned function gives an empty `Written`.
         """
         try:
             num_bytes = sum(leaf.num_bytes for leaf in leaves)
@@ -236,7 +237,7 @@ class Saver:
                 return None
         except Exception as error:  # raised by process 0, so equal on all processes
             outcome.error = one_line(error)
-            return dict
+            return Written
         return self._begin(step, leaves, meta, outcome, moments)
 
     def _begin(
@@ -245,30 +246,29 @@ class Saver:
         leaves: list[pytree.Leaf],
         meta: dict[str, Any],
         outcome: Outcome,
-        moments: MomentFiles | None,
-    ) -> Callable[[], dict[str, Any]]:
+        moments: MomentStore | None,
+    ) -> Callable[[], Written]:
         """Start writing; return a function that waits for the checksums and returns the document.
 
-        It also copies `moments` to the checkpoint. In a job of several processes a failure raises
+        It also writes `moments` to the checkpoint. In a job of several processes a failure raises
         `CheckpointError`, because only the exit of this process unblocks the others.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
             described = pytree.describe(leaves, arrays)
             crash_point("before_arrays")
-            snapshot = None if moments is None else moments.snapshot(step)
+            snapshot = None if moments is None else Snapshot(moments, step)
             self._writer.start(self._directory / step, pytree.nest(leaves, arrays))
             checksums = start_checksums(arrays)  # after the copy, which they would delay on CPUs
             crash_point("during_arrays")
 
-            def document() -> dict[str, Any]:
+            def written() -> Written:
                 arrays = pytree.with_checksums(described, checksums())
+                sums = {} if snapshot is None else snapshot.write_to(self._directory / step)
                 body = {"step": step, "meta": meta, "arrays": arrays}
-                if snapshot is not None:
-                    snapshot.add_to(self._directory / step, body)
-                return body
+                return Written(body, snapshot, sums)
 
-            return document
+            return written
         except Exception as error:
             outcome.error = one_line(error)
             if self._group.num_processes > 1:
@@ -276,21 +276,21 @@ class Saver:
                     f"the save of step {step} failed on process {self._group.process_id} after "
                     f"all had begun it: {outcome.error}"
                 ) from error
-            return dict
+            return Written
 
     def _finish(
         self,
         outcome: Outcome,
         begin: float,
         metrics: dict[str, float],
-        document: Callable[[], dict[str, Any]],
+        write: Callable[[], Written],
     ) -> None:
         """Wait for the arrays, commit the save, delete old ones; one outcome for all processes."""
-        described: dict[str, Any] = {}
+        written = Written()
         try:
             if not outcome.error:
                 self._writer.wait()
-                described = document()
+                written = write()
                 crash_point("after_arrays")
         except GivenUp:
             pass  # the process that aborted reports why
@@ -298,9 +298,11 @@ class Saver:
             outcome.error = one_line(failure)
             self._writer.give_up()
         try:
-            if error := self._background.decide_from(outcome.error, first_error):
+            path = self._directory / outcome.step
+            reply = [outcome.error, written.sums]
+            if error := self._background.decide_from(reply, partial(written.complete, path)):
                 raise CheckpointError(error)
-            outcome.num_bytes = self._commit(outcome, metrics, described)
+            outcome.num_bytes = self._commit(outcome, metrics, written.document)
         except Exception as failure:
             outcome.error = one_line(failure)
             self._writer.close()
@@ -400,6 +402,21 @@ class Saved(NamedTuple):
 
     metrics: Mapping[str, float] = {}
     halfway: bool = False
+
+
+class Written(NamedTuple):
+    """Document and moments of a save, and this process's part of the moments' checksums."""
+
+    document: dict[str, Any] = {}  # noqa: RUF012 - empty after a failure only
+    snapshot: Snapshot | None = None
+    sums: dict[str, int] = {}  # noqa: RUF012
+
+    def complete(self, checkpoint: Location, replies: list[tuple[str, dict[str, int]]]) -> str:
+        """Return the first error of all processes, or add their moments and return ""."""
+        error = first_error([error for error, _ in replies])
+        if not error and self.snapshot is not None:
+            self.snapshot.finish(checkpoint, self.document, [sums for _, sums in replies])
+        return error
 
 
 def steps_to_delete(

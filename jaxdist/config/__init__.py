@@ -13,5 +13,4 @@ from jaxdist.config.command_line import (
     stored_run,
 )
 from jaxdist.config.elastic import fit_device_list, fit_devices, legal_sizes
-from jaxdist.config.offload import offload_process_problems
 from jaxdist.config.run_config import RunConfig

@@ -187,9 +187,9 @@ class Layout:
         """Return `batch_spec` for each leaf of a batch [rows, ...], cut to its number of dims."""
         return {name: P(*self.batch_spec()[: x.ndim]) for name, x in batch.items()}
 
-    def sharding(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
+    def sharding(self, spec: P) -> NamedSharding:
         """Return the `NamedSharding` of a spec on this mesh."""
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return NamedSharding(self.mesh, spec)
 
     def shardings(self, specs: Any) -> Any:
         """Return the `NamedSharding`s of a tree of specs on this mesh."""

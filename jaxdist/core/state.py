@@ -19,7 +19,7 @@ from jaxdist.core.parallel.pipeline.virtual_stages import (
     stored_shape,
 )
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Array, Model, Offload, Params
+from jaxdist.core.types import Array, Model, Params
 from jaxdist.core.weights import GROUPS, merged, trained
 
 
@@ -32,7 +32,7 @@ class TrainState:
         step: int32 [], number of completed optimizer steps.
         params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
         copies: other parameter groups by name, e.g. "ema" (`core.weights.GROUPS`).
-        opt_state: optax state, laid out by `opt_shardings`; without moments that are on a disk.
+        opt_state: optax state, laid out by `opt_shardings`; without moments that are in a store.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run; each step folds in its index, and the key itself never changes.
     """
@@ -64,16 +64,15 @@ def init_state(
     *,
     seed: int,
     loss_scale: dict[str, Array],
-    offload: Offload = "none",
+    offload: bool = False,
     copies: Collection[str] = (),
     params: Params | None = None,
 ) -> TrainState:
     """Return a new state, with layers in the order of the model.
 
-    Parameters and random bits depend only on `seed`. `offload` moves optimizer state with parameter
-    shapes to host memory ("host"), or leaves it out ("disk"). `copies` names the groups besides the
-    model's. `params`, laid out by `layout`, replace random ones; they are donated. `loss_scale`:
-    two scalars [], or {} (`precision.initial_loss_scale`).
+    Parameters and random bits depend only on `seed`. `offload` leaves out optimizer moments.
+    `copies` names the groups besides the model's. `params`, laid out by `layout`, replace random
+    ones; they are donated. `loss_scale`: two scalars [], or {} (`precision.initial_loss_scale`).
     """
     state = abstract_state(
         model, optimizer, layout, loss_scale=loss_scale, offload=offload, copies=copies
@@ -90,7 +89,7 @@ def abstract_state(
     layout: Layout,
     *,
     loss_scale: dict[str, Array],
-    offload: Offload = "none",
+    offload: bool = False,
     copies: Collection[str] = (),
 ) -> TrainState:
     """Return the state of `make_state` as `ShapeDtypeStruct`s [*dims], layers in model order."""
@@ -120,7 +119,7 @@ def make_state(
     optimizer: optax.GradientTransformation,
     loss_scale: dict[str, Array],
     *,
-    offload: Offload = "none",
+    offload: bool = False,
     copies: Collection[str] = (),
 ) -> Any:
     """Make the pure function (seed, params=random) -> TrainState; layers are [layers, ...]."""
@@ -129,7 +128,7 @@ def make_state(
         init_key, run_key = jax.random.split(jax.random.key(seed))
         params = model.init(init_key) if params is None else params
         opt_state = optimizer.init(trained(params, model.axes))
-        if offload == "disk":
+        if offload:
             opt_state = without_moments(optimizer, opt_state, trained(params, model.axes))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -149,7 +148,7 @@ def state_shardings(
     layout: Layout,
     *,
     loss_scale: dict[str, Array],
-    offload: Offload = "none",
+    offload: bool = False,
     copies: Collection[str] = (),
 ) -> TrainState:
     """Return the shardings of a `TrainState` in a step; scalars [] are replicated."""
@@ -170,12 +169,12 @@ def opt_shardings(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     *,
-    offload: Offload = "none",
+    offload: bool = False,
 ) -> Any:
     """Return shardings of the optimizer state.
 
-    Leaves with as many dims as their parameter are sharded like its moments, if divisible: in host
-    memory with `offload` "host", None with "disk" (`moment_params`). Others are replicated.
+    Leaves with as many dims as their parameter are sharded like its moments, if divisible; others
+    are replicated. With `offload`, moments have None (`moment_params`).
     """
     params = trained(jax.eval_shape(model.init, jax.random.key(0)), model.axes)
     if (split := _padded_split(layout)) is not None:
@@ -187,7 +186,7 @@ def opt_shardings(
     def leaf(moment: Any, param: Any, spec: P) -> Any:
         fits = param is not None and moment.ndim == param.ndim
         spec = layout.divisible(spec, moment.shape) if fits else P()
-        return layout.sharding(spec, "pinned_host" if offload == "host" else None)
+        return layout.sharding(spec)
 
     shardings = optax.tree_utils.tree_map_params(
         optimizer,
@@ -197,7 +196,7 @@ def opt_shardings(
         specs,
         transform_non_params=lambda _: layout.sharding(P()),
     )
-    if offload != "disk":
+    if not offload:
         return shardings
     indices = moment_params(optimizer, opt_state, params)
     return jax.tree.map(lambda index, s: None if index >= 0 else s, indices, shardings)
@@ -206,12 +205,12 @@ def opt_shardings(
 def moment_params(optimizer: optax.GradientTransformation, opt_state: Any, params: Params) -> Any:
     """Return a tree like the optimizer state: of each leaf [...], the index of its parameter.
 
-    The index counts the leaves of the trained `params`; it is -1 for leaves of another shape.
+    The index counts the leaves of the trained `params`; it is -1 for counters and placeholders [].
     """
     indices = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
 
     def leaf(moment: Any, param: Any, index: Any) -> int:
-        return index if param is not None and moment.shape == param.shape else -1
+        return index if param is not None and (moment.ndim or not param.ndim) else -1
 
     return optax.tree_utils.tree_map_params(
         optimizer, leaf, opt_state, params, indices, transform_non_params=lambda _: -1
@@ -219,6 +218,6 @@ def moment_params(optimizer: optax.GradientTransformation, opt_state: Any, param
 
 
 def without_moments(optimizer: optax.GradientTransformation, opt_state: Any, params: Params) -> Any:
-    """Return the optimizer state with None in place of the leaves [...] of a parameter's shape."""
+    """Return the optimizer state with None in place of the moments [...] of parameters."""
     indices = moment_params(optimizer, opt_state, params)
     return jax.tree.map(lambda index, x: None if index >= 0 else x, indices, opt_state)

@@ -26,7 +26,7 @@ from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import AttentionCall, Model, Offload, offloaded_names
+from jaxdist.core.types import AttentionCall, Model, offloaded_names
 from jaxdist.hardware import GPUS, gpu_of
 from jaxdist.settings import ConfigError
 
@@ -130,7 +130,6 @@ class StepPlan:
     gradient_barrier: bool
     avoids_donation_copies: bool
     orders_collectives: bool
-    offload_optimizer: Offload
     memory_bytes: int
     reasons: Mapping[str, str]
 
@@ -257,7 +256,6 @@ def plan_step(
         # would need another collective.
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
-        offload_optimizer=train.offload,
         memory_bytes=0 if gpu is None else gpu.memory_bytes,
         reasons=reasons,
     )

@@ -87,7 +87,6 @@ def add_sums(left: Sums, right: Sums) -> Sums:
 
 Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
 Update: TypeAlias = Literal["gradient", "statistic", "increment", "none"]
-Offload: TypeAlias = Literal["none", "host", "disk"]
 
 LAYER_INPUT = "layer_input"
 """Name of each layer's input, [batch, seq, d_model], which remat can move to the host only."""

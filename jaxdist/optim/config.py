@@ -89,6 +89,12 @@ class OptimConfig:
         return "float32" if self.moment_dtype == "int8" else self.moment_dtype
 
     @property
+    def unit(self) -> Literal["element", "layer"]:
+        """The smallest part of a model whose update depends on no other part."""
+        is_elementwise = self.optimizer in ("adamw", "sgd", "lion")
+        return "element" if is_elementwise and self.moment_dtype != "int8" else "layer"
+
+    @property
     def second_moment_bytes(self) -> float:
         """Bytes per parameter of AdamW's second moments."""
         return _INT8_BYTES if self.moment_dtype == "int8" else 4.0

@@ -130,8 +130,8 @@ def dequantize(
     is_signed: bool,
 ) -> Float32[Array, "*leaf"]:
     """Return the float32 moment from the codes and scales of `quantize`."""
-    if codes.dtype != jnp.uint8:
-        return codes
+    if not is_eligible(codes.shape, is_stacked):
+        return codes.astype(jnp.float32)
     blocks = _in_blocks(codes, is_stacked)
     values = jnp.asarray(dynamic_map(is_signed))[blocks]
     scaled = values * scales.reshape(*blocks.shape[:-1], 1)

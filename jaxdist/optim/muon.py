@@ -81,6 +81,8 @@ def scale_by_muon(
 def _direction(
     x: Float32[Array, "*leaf"], sides: Sides, sharding: NamedSharding | None = None, *, eps: float
 ) -> Float32[Array, "*leaf"]:
+    if not x.size:  # a parameter outside of the updated group
+        return x
     size = lambda dims: math.prod(x.shape[i] for i in dims)
     scale = _ADAM_RMS * math.sqrt(max(size(sides.rows), size(sides.columns)))
     orthogonal = functools.partial(_orthogonal, eps=eps)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxdist.config import RunConfig, offload_process_problems
+from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
 from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 from jaxdist.hardware.catalog import DISK_BYTES_PER_S
@@ -172,9 +172,6 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
         clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:
         raise ConfigError(error.problems, heading=COMMAND) from None
-    most = max(cluster.num_nodes for cluster in clusters)
-    if problems := offload_process_problems(config, most):  # a process at least on each node
-        raise ConfigError(problems, heading=COMMAND)
     rate = 1e9 * config.disk_gb_per_s
     return [
         dataclasses.replace(c, gpu=_priced(c.gpu, config), disk_bytes_per_s=rate) for c in clusters

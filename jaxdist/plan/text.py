@@ -111,9 +111,11 @@ def _memory(plan: Plan) -> Iterable[str]:
     rows = [(f"  {name}", in_bytes(size), "") for name, size in parts]
     rows.append(("  estimated", in_bytes(memory.total_bytes), f"peak: {memory.peak}"))
     if memory.host_bytes:
-        on_host = plan.cluster.gpus_per_node * memory.host_bytes
-        remark = f"{in_bytes(on_host)} of pinned memory on each node"
-        if on_host > pinned_limit_bytes():
+        moments, pinned = memory.process_bytes(plan.cluster.gpus_per_node)
+        kinds = [f"{in_bytes(pinned)} of pinned memory"] * bool(pinned)
+        kinds += [f"{in_bytes(moments)} of moments, twice during a save,"] * bool(moments)
+        remark = f"{' and '.join(kinds)} on each node"
+        if pinned > pinned_limit_bytes():
             allowed = in_bytes(pinned_limit_bytes())
             remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
         if plan.choice.job.offloaded and jax.__version__ in WRONG_OFFLOAD:
@@ -127,7 +129,7 @@ def _memory(plan: Plan) -> Iterable[str]:
     yield from _aligned(rows)
     if memory.disk_bytes:
         time, job = plan.choice.time, plan.choice.job
-        fast = 2 * moment_bytes(job) / HOST_BYTES_PER_S
+        fast = moment_bytes(job) / HOST_BYTES_PER_S
         tokens = moved / (time.seconds - moved) * time.tokens_per_step
         yield from wrap(
             f"the disk takes {percent(moved / time.seconds)} of a step, and half of a step with "

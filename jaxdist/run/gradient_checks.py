@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jaxdist.checkpoint.moment_store import MomentStore
 from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.state import TrainState
 from jaxdist.core.types import Array
@@ -88,32 +89,40 @@ def _zeros_program(stacked: tuple[bool, ...], sharding: NamedSharding) -> Any:
 
 
 def without_gradient(
-    state: TrainState, positions: np.ndarray, tokens: Sequence[int] = ()
+    state: TrainState,
+    positions: np.ndarray,
+    tokens: Sequence[int] = (),
+    store: MomentStore | None = None,
 ) -> list[str]:
     """Return the names of parameters, or their parts, that have a moment of zeros; collective.
 
     `positions` is the index of each layer among the stored ones, int [num_layers], and `tokens`
     have trained rows. Input rows of unused tokens are left out (`unused_inputs`). Optimizers
-    without moments, and moments outside of device memory, give [].
+    without moments give []. `store` has the moments that are not in the state.
     """
-    arrays = named(state.opt_state)
+    stored = {} if store is None else {leaf.name: leaf.value for leaf in store.leaves}
+    arrays = named(state.opt_state) | stored
     pairs = [
-        (name, arrays[moment])
+        (name, moment)
         for name, x in named(state.params).items()
         for moment in moments_of(name, arrays)
         if is_measured(arrays[moment].shape, arrays[moment].dtype, x.shape)
-        and arrays[moment].sharding.memory_kind != "pinned_host"
     ]
     if not pairs:
         return []
-    sharding: Any = pairs[0][1].sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    split = tuple(has_parts(name, x.shape, len(tokens)) for name, x in pairs)
-    program = _zeros_program(split, replicated)
+    split = {moment: has_parts(name, arrays[moment].shape, len(tokens)) for name, moment in pairs}
+    if store is None:
+        sharding: Any = arrays[pairs[0][1]].sharding
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        program = _zeros_program(tuple(split.values()), replicated)
+        measured = jax.device_get(program([arrays[moment] for moment in split]))
+        flags = dict(zip(split, measured, strict=True))
+    else:
+        flags = store.zeros(int(jax.device_get(state.step)), split)
     zeros: dict[str, np.ndarray] = {}
-    flags = jax.device_get(program([x for _, x in pairs]))
-    for (name, _), own in zip(pairs, flags, strict=True):
-        if name.partition("/")[0] == LAYERS:
+    for name, moment in pairs:
+        own = flags[moment]
+        if store is None and name.partition("/")[0] == LAYERS:
             own = own[positions]
         zeros[name] = zeros.get(name, False) | own
     return names_of(zeros, tokens)

@@ -251,7 +251,10 @@ class Session:
         with self.phase("gradient check"):
             jax.block_until_ready(self.state)
             names = without_gradient(
-                self.state, self.parts.plan.layers.positions, self.config.lora.token_ids
+                self.state,
+                self.parts.plan.layers.positions,
+                self.config.lora.token_ids,
+                self.parts.moments,
             )
         if names:
             self.monitor.event(

@@ -20,12 +20,12 @@ from jaxdist.checkpoint import Checkpointer, manifest
 from jaxdist.checkpoint.checksum import digest_of
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.moment_files import MomentFiles
+from jaxdist.checkpoint.moment_store import MomentStore
 from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import (
     RunConfig,
     fit_device_list,
-    offload_process_problems,
     parse_run,
     replaced_head,
 )
@@ -144,13 +144,22 @@ class Parts:
         return dataclasses.replace(step, evaluate=evaluate)
 
     @functools.cached_property
-    def moments(self) -> MomentFiles | None:
-        """The files of optimizer moments on a disk; None without disk offload."""
-        if self.config.train.offload != "disk":
+    def moments(self) -> MomentStore | None:
+        """The store of optimizer moments, still empty; None if they are on the devices."""
+        train, optim = self.config.train, self.config.optim
+        if train.offload == "none":
             return None
-        options = {**self._state_options, "offload": "none"}
-        groups = plan_groups(self.model, self.optimizer, self.layout, **options)
-        return MomentFiles.of(groups, self.config.train.offload_directory)
+        groups = plan_groups(
+            self.model,
+            self.optimizer,
+            self.layout,
+            self.plan.layers,
+            "model" if self.has_own_optimizer else optim.unit,
+            **{**self._state_options, "offload": False},
+        )
+        if train.offload == "host":
+            return MomentStore(groups)
+        return MomentFiles(groups, train.offload_directory)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
         """Return the estimated memory of one GPU and its limit; None on CPUs."""
@@ -177,7 +186,7 @@ class Parts:
                 model = dataclasses.replace(model, flops_per_token=flops)
             parts = dataclasses.replace(self, config=config, model=model, checks=())
             parts = dataclasses.replace(parts, checks=parts.compared_kernels())
-            vars(parts)["moments"] = self.moments  # one set of files
+            vars(parts)["moments"] = self.moments
             self._in_stages[stage.shape] = parts
         return self._in_stages[stage.shape]
 
@@ -283,7 +292,7 @@ class Parts:
     def _state_options(self) -> dict[str, Any]:
         return {
             "loss_scale": self.loss_scale,
-            "offload": self.config.train.offload,
+            "offload": self.config.train.offload != "none",
             "copies": tuple(self.config.optim.copies),
         }
 
@@ -297,8 +306,8 @@ class Parts:
         adapters, the frozen weights are loaded from `init_from` again.
         """
         target = self.without_base(self.abstract_state())
-        on_disk = () if self.moments is None else [leaf.name for leaf in self.moments.leaves]
-        state, meta, step = checkpointer.restore(target, step=step, optional=[*OPTIONAL, *on_disk])
+        stored = () if self.moments is None else [leaf.name for leaf in self.moments.leaves]
+        state, meta, step = checkpointer.restore(target, step=step, optional=[*OPTIONAL, *stored])
         if self.moments is not None:
             self.moments.load(StoredArrays(checkpointer.directory / step), step)
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
@@ -481,7 +490,6 @@ def assemble(
     capability = str(getattr(devices[0], "compute_capability", ""))
     dtype = config.precision.matmul_dtype
     problems = [
-        *offload_process_problems(config, len({device.process_index for device in devices})),
         *optim.frozen_problems(config.optim, model.axes),
         *optim.group_problems(config.optim, model.axes),
         *matmul.problems(dtype, model.num_layers, platform, capability),

@@ -86,11 +86,6 @@ def check_objects(config: RunConfig, program: Program) -> None:
 def with_objects(parts: Parts, program: Program) -> Parts:
     """Return the parts with optimizer and schedule of a Python program."""
     rule, schedule = program.optimizer, program.schedule
-    if rule is not None and parts.config.train.offload == "disk":
-        raise ConfigError(
-            f"train.offload_optimizer={parts.config.train.offload_optimizer} with an optimizer of "
-            "your own: it must be known to update each layer alone. Set it to none or host."
-        )
     if rule is not None:
         parts = dataclasses.replace(parts, optimizer=from_optax(rule), has_own_optimizer=True)
         schedule = schedule or (lambda step: 1.0)

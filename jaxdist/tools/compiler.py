@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from jax.experimental import topologies
 
 from jaxdist.config import stored_run
@@ -88,7 +87,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     schedule = parts.pipeline_schedule
     collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=cluster.gpus_per_fabric)
     return {
-        "memory": _memory(compiled.memory_analysis(), parts, calls, gpu),
+        "memory": _memory(compiled.memory_analysis(), calls, gpu),
         "buffers": buffers,
         "collectives": [dataclasses.asdict(collective) for collective in collectives],
         "branch_shares": {} if schedule is None else branch_shares(schedule),
@@ -101,35 +100,17 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(
-    stats: Any, parts: Any, calls: list[tuple[str, HloInstruction]], gpu: Gpu
-) -> dict[str, int]:
-    host_bytes = _host_bytes(parts)
+def _memory(stats: Any, calls: list[tuple[str, HloInstruction]], gpu: Gpu) -> dict[str, int]:
     return {
-        "argument_bytes": stats.argument_size_in_bytes - host_bytes,
-        "output_bytes": stats.output_size_in_bytes - host_bytes,
-        "alias_bytes": stats.alias_size_in_bytes - host_bytes,
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "alias_bytes": stats.alias_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
         "workspace_bytes": max(
             (attention_workspace(call, gpu) for name, call in calls if "fmha" in name), default=0
         ),
-        "host_bytes": host_bytes + stats.host_temp_size_in_bytes,
+        "host_bytes": stats.host_temp_size_in_bytes,
     }
-
-
-def _host_bytes(parts: Any) -> int:
-    """Return the bytes of one device's state that are in host memory during a run.
-
-    The devices of a topology have no host memory, so all state is compiled as device memory. In a
-    run the copy for the update fits into memory that is free by then.
-    """
-    if parts.config.train.offload == "none":
-        return 0
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(parts.step_state().opt_state)
-        if leaf.ndim
-    )
 
 
 def attention_workspace(call: HloInstruction, gpu: Gpu) -> int:

@@ -8,7 +8,7 @@ import re
 from typing import Literal
 
 from jaxdist.core.step.shapes import BatchStage, samples_before, schedule_problems, stages_of
-from jaxdist.core.types import LAYER_INPUT, Offload
+from jaxdist.core.types import LAYER_INPUT
 from jaxdist.settings import setting
 
 
@@ -79,12 +79,12 @@ class TrainConfig:
     offload_optimizer: str = setting(
         "none",
         "where optimizer moments are kept: none = in GPU memory; host = in host memory; "
-        "disk:/DIR = in files of a local disk, only with adamw, sgd or lion",
+        "disk:/DIR = in files of a local disk; with both, layers are updated in groups",
         switch=("none", "host"),
     )
 
     @property
-    def offload(self) -> Offload:
+    def offload(self) -> Literal["none", "host", "disk"]:
         """Return where optimizer moments are between steps: "none" (devices), "host" or "disk"."""
         return self.offload_optimizer.partition(":")[0]  # type: ignore[return-value]  # checked
 

@@ -10,7 +10,10 @@ several small parameters. After the program of gradients, the host runs one prog
 Every program updates its slice of the donated parameters in place, so that device memory has the
 moments of about three groups. The numbers are those of the same programs with moments in memory; a
 step in one program rounds differently by at most one unit in the last place (XLA fuses it
-differently). Only update rules that treat each element on its own can be split this way.
+differently). `Unit` is the smallest part of a model that the update rule treats on its own: no
+group cuts one. Stacked parameters whose layers are divided over devices are not cut either.
+
+Each process keeps the shards of its own devices, one copy of those that several devices have.
 """
 
 from __future__ import annotations
@@ -19,17 +22,24 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, to_execution_order
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, moment_params
 from jaxdist.core.types import Array, Batch, Model, Params
 from jaxdist.core.weights import merged, trained
+
+Unit: TypeAlias = Literal["element", "layer", "model"]
+"""The smallest part of a model whose update depends on no other part."""
+
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""Start and stop of a shard in each dim of its array."""
 
 GROUP_BYTES = 512 << 20
 """Moments of one group, if its parameters can be cut: large reads and writes, little memory."""
@@ -52,10 +62,14 @@ class ParamGroup(NamedTuple):
         """Return shape, dtype and sharding of the group's part of an array."""
         return leaf.update(shape=(self.rows, *leaf.shape[1:])) if self.rows else leaf
 
-    def slices(self, leaf: jax.ShapeDtypeStruct) -> tuple[slice, ...]:
-        """Return the slices of the group's part in a global array."""
-        first = [slice(self.start, self.start + self.rows)] if self.rows else []
-        return (*first, *(slice(0, size) for size in leaf.shape[len(first) :]))
+
+def shards_of(leaf: Any) -> dict[Bounds, list[Any]]:
+    """Return the bounds of each shard [rows, ...] of an array in this process -> its devices."""
+    devices: dict[Bounds, list[Any]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        pairs = zip(index, leaf.shape, strict=True)
+        devices.setdefault(tuple(s.indices(size)[:2] for s, size in pairs), []).append(device)
+    return devices
 
 
 @dataclass(frozen=True)
@@ -63,13 +77,16 @@ class Groups:
     """Groups of parameters that are updated together, and their optimizer moments.
 
     Attributes:
-        state: shapes and shardings of the train state with its moments on the devices.
+        state: shapes and shardings of the train state with its moments on the devices, in the
+            execution order of `layers`.
+        layers: number of layers of each virtual stage.
         params, gradients: leaves of its trained parameters, and their gradients.
         moments: leaves of its optimizer state.
-        of: index of the parameter of each leaf in `moments`; -1 for scalars.
+        of: index of the parameter of each leaf in `moments`; -1 for those that stay on devices.
     """
 
     state: TrainState
+    layers: LayerSplit
     params: tuple[jax.ShapeDtypeStruct, ...]
     gradients: tuple[jax.ShapeDtypeStruct, ...]
     moments: tuple[jax.ShapeDtypeStruct, ...]
@@ -85,19 +102,24 @@ class Groups:
         return [group.cut(self.moments[leaf]) for leaf in self.leaves(group)]
 
     @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all optimizer moments, without copies on several devices."""
-        return sum(_bytes(self.moments[i]) for i, param in enumerate(self.of) if param >= 0)
+    def kept(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the leaves of the optimizer state that stay on the devices, most of them []."""
+        return [m for m, param in zip(self.moments, self.of, strict=True) if param < 0]
 
 
 class Store(Protocol):
-    """Storage of each group's optimizer moments between two steps, as arrays on the host."""
+    """Storage of each group's optimizer moments between two steps, as arrays on the host.
+
+    The shards of a group are those of this process: of each of its `parts`, the `shards_of`.
+    """
+
+    groups: Groups
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return a group's moments [rows, ...]; raises unless they are those after `step` steps."""
+        """Return a group's shards [rows, ...]; raises unless they are those after `step` steps."""
 
-    def write(self, group: int, step: int, moments: Sequence[np.ndarray]) -> None:
-        """Replace the optimizer moments [rows, ...] of a group by those after `step` steps."""
+    def write(self, group: int, step: int, shards: Sequence[np.ndarray]) -> None:
+        """Replace the shards [rows, ...] of a group by those after `step` steps."""
 
 
 class Decision(NamedTuple):
@@ -109,13 +131,18 @@ class Decision(NamedTuple):
 
 
 def plan_groups(
-    model: Model, optimizer: optax.GradientTransformation, layout: Layout, **kept: Any
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    layers: LayerSplit,
+    unit: Unit,
+    **kept: Any,
 ) -> Groups:
     """Return the trained parameters in groups of about `GROUP_BYTES` of moments.
 
-    `kept` are the options of `abstract_state`.
+    `unit` is that of the optimizer's rule. `kept` are the options of `abstract_state`.
     """
-    state = abstract_state(model, optimizer, layout, **kept)
+    state = to_execution_order(abstract_state(model, optimizer, layout, **kept), layers)
     params = trained(state.params, model.axes)
     moments = tuple(jax.tree.leaves(state.opt_state))
     of = tuple(jax.tree.leaves(moment_params(optimizer, state.opt_state, params)))
@@ -125,24 +152,29 @@ def plan_groups(
     for moment, param in zip(moments, of, strict=True):
         if param >= 0:
             sizes[param] += _bytes(moment)
-    stacked = tuple(i for i, names in enumerate(dims) if names[:1] == ("layers",))
+    specs = layout.shardings(layout.moment_specs(trained(model.axes, model.axes)))
+    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
+    grads = tuple(leaf.update(sharding=sharding) for leaf, sharding in pairs)
+    has_rows = [
+        unit != "model"
+        and _has_rows([grad, *(m for m, p in zip(moments, of, strict=True) if p == i)])
+        for i, grad in enumerate(grads)
+    ]
+    stacked = tuple(i for i, names in enumerate(dims) if names[:1] == ("layers",) and has_rows[i])
     others = [i for i in range(len(leaves)) if i not in stacked]
-    large = [i for i in others if sizes[i] > GROUP_BYTES and _has_rows(i, moments, of)]
+    large = [i for i in others if unit == "element" and sizes[i] > GROUP_BYTES and has_rows[i]]
     groups: list[ParamGroup] = []
     for members in (*((i,) for i in large), stacked):
         total = sum(sizes[i] for i in members)
         groups += _ranges(members, leaves[members[0]].shape[0], total) if members else ()
     small: list[int] = []
     for i in (i for i in others if i not in large):
-        if small and sum(sizes[j] for j in (*small, i)) > GROUP_BYTES:
+        if small and unit != "model" and sum(sizes[j] for j in (*small, i)) > GROUP_BYTES:
             groups.append(ParamGroup(tuple(small)))
             small = []
         small.append(i)
     groups += [ParamGroup(tuple(small))] if small else []
-    specs = layout.shardings(layout.moment_specs(trained(model.axes, model.axes)))
-    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
-    grads = tuple(leaf.update(sharding=sharding) for leaf, sharding in pairs)
-    return Groups(state, leaves, grads, moments, of, tuple(groups))
+    return Groups(state, layers, leaves, grads, moments, of, tuple(groups))
 
 
 def _ranges(members: tuple[int, ...], rows: int, num_bytes: int) -> Iterator[ParamGroup]:
@@ -151,10 +183,9 @@ def _ranges(members: tuple[int, ...], rows: int, num_bytes: int) -> Iterator[Par
         yield ParamGroup(members, start, min(each, rows - start))
 
 
-def _has_rows(param: int, moments: Sequence[Any], of: Sequence[int]) -> bool:
-    """Return whether no device axis splits the first dim of a parameter's moments."""
-    specs = [m.sharding.spec for m, owner in zip(moments, of, strict=True) if owner == param]
-    return all(not spec or spec[0] is None for spec in specs)
+def _has_rows(arrays: Sequence[Any]) -> bool:
+    """Return whether no device axis splits the first dim of gradient and moments."""
+    return all(x.sharding.spec[:1] in ((), (None,)) for x in arrays)
 
 
 def _bytes(leaf: Any) -> int:
@@ -162,7 +193,7 @@ def _bytes(leaf: Any) -> int:
 
 
 class GroupedTrain:
-    """A train step whose optimizer state without scalars is in a store; called like `Step.train`.
+    """A train step whose optimizer moments are in a store; called like `Step.train`.
 
     `begin` maps (state, batch, limit) to gradients, `Decision`, the new `step` and `loss_scale`,
     and metrics. `update` is that of `make_update`. `average` maps (average, parameters) to the new
@@ -172,7 +203,6 @@ class GroupedTrain:
 
     def __init__(
         self,
-        groups: Groups,
         store: Store,
         begin: Any,
         update: Callable[..., tuple[Params, Any]],
@@ -182,7 +212,8 @@ class GroupedTrain:
         one_at_a_time: bool,
     ):
         """`axes` are the model's. `one_at_a_time`: no two programs may run concurrently."""
-        self._groups, self._store, self._axes = groups, store, axes
+        self._groups = groups = store.groups
+        self._store, self._axes = store, axes
         self._begin, self._update, self._one_at_a_time = begin, update, one_at_a_time
         self.trace, self._cache_size = begin.trace, begin._cache_size
         keep = lambda applied, new, old: jax.tree.map(
@@ -196,7 +227,9 @@ class GroupedTrain:
         )
         self._programs = {(g.params, g.rows): self._program(g) for g in groups.groups}
         everywhere = groups.state.step.sharding
-        self._starts = functools.cache(lambda start: jax.device_put(np.int32(start), everywhere))
+        self._starts = functools.cache(
+            lambda start: jax.make_array_from_callback((), everywhere, lambda _: np.int32(start))
+        )
 
     def lower(self, state: Any, batch: Any, limit: Any) -> _Lowered:
         """Return the lowered program of gradients; compiling it also compiles the groups' ones."""
@@ -218,10 +251,9 @@ class GroupedTrain:
                 host = read.result()
                 if number + 1 < len(groups):
                     read = reader.submit(store.read, number + 1, step)
-                shardings = [part.sharding for part in self._groups.parts(group)]
                 own = [[leaves[i] for i in group.params] for leaves in (moving, grads)]
                 updated, moments, new_scalars = self._programs[group.params, group.rows](
-                    *own, jax.device_put(host, shardings), scalars,
+                    *own, self._to_devices(group, host), scalars,
                     self._starts(group.start), decision,
                 )  # fmt: skip
                 for i, leaf in zip(group.params, updated, strict=True):
@@ -230,7 +262,8 @@ class GroupedTrain:
                     jax.block_until_ready(moments)
                 if written is not None:  # bounds host memory
                     written.result()
-                written = writer.submit(self._write, number, step + 1, moments)
+                shards = [x for moment in moments for x in _own_shards(moment)]
+                written = writer.submit(self._write, number, step + 1, shards)
             assert written is not None
             written.result()
         params = merged(jax.tree.unflatten(treedef, moving), state.params)
@@ -246,16 +279,30 @@ class GroupedTrain:
         )
         return new, metrics
 
-    def _write(self, group: int, step: int, moments: list[Array]) -> None:
-        """Copy the moments [rows, ...] of a group to the host, then to the store."""
-        for moment in moments:
-            moment.copy_to_host_async()
-        self._store.write(group, step, jax.device_get(moments))
+    def _to_devices(self, group: ParamGroup, host: Sequence[np.ndarray]) -> list[Array]:
+        """Return the moments [rows, ...] of a group from this process's shards [rows, ...]."""
+        parts = self._groups.parts(group)
+        devices = [owners for part in parts for owners in shards_of(part).values()]
+        pairs = list(zip(host, devices, strict=True))
+        moved = iter(
+            jax.device_put(
+                [x for x, own in pairs for _ in own], [d for own in devices for d in own]
+            )
+        )
+        take = lambda part: [next(moved) for own in shards_of(part).values() for _ in own]
+        make = jax.make_array_from_single_device_arrays
+        return [make(part.shape, part.sharding, take(part)) for part in parts]
+
+    def _write(self, group: int, step: int, shards: list[Array]) -> None:
+        """Copy the shards [rows, ...] of a group to the host, then to the store."""
+        for shard in shards:
+            shard.copy_to_host_async()
+        self._store.write(group, step, jax.device_get(shards))
 
     def _lower_groups(self) -> list[Any]:
         """Return the lowered updates of the groups, one for groups that differ only in `start`."""
         groups = self._groups
-        scalars = [m for m, param in zip(groups.moments, groups.of, strict=True) if param < 0]
+        scalars = groups.kept
         everywhere = groups.state.step.sharding
         number = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
         decision: Any = tuple(map(number, (jnp.float32, jnp.float32, jnp.bool_)))
@@ -322,13 +369,18 @@ class GroupedTrain:
             others = [x for x, param in zip(after, groups.of, strict=True) if param < 0]
             return kept, [after[i] for i in leaves], others
 
-        everywhere = groups.state.step.sharding
         shardings = (
             [groups.params[i].sharding for i in group.params],
             [part.sharding for part in groups.parts(group)],
-            [everywhere for param in groups.of if param < 0],
+            [leaf.sharding for leaf in groups.kept],
         )
         return jax.jit(run, donate_argnums=(0, 2), out_shardings=shardings)
+
+
+def _own_shards(x: Array) -> list[Array]:
+    """Return one copy of each shard [rows, ...] of an array in this process."""
+    data = {shard.device: shard.data for shard in x.addressable_shards}
+    return [data[own[0]] for own in shards_of(x).values()]
 
 
 def _empty(leaf: Any) -> Array:

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core.collective_order import ready_token, wait_for
 from jaxdist.core.precision import initial_loss_scale, update_loss_scale
 from jaxdist.core.sharding import Layout
-from jaxdist.core.state import TrainState, abstract_state, opt_shardings, state_shardings
+from jaxdist.core.state import TrainState, abstract_state, state_shardings
 from jaxdist.core.step import layer_statistics, statistics
 from jaxdist.core.step.compiler_options import CompilerOption, choose_options
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
-from jaxdist.core.step.grouped_update import Decision, GroupedTrain, Store, plan_groups
+from jaxdist.core.step.grouped_update import Decision, GroupedTrain, Store
 from jaxdist.core.step.model_context import make_context
 from jaxdist.core.step.row_logps import ROW_SUMS, make_prepare, with_row_losses
 from jaxdist.core.step_plan import StepPlan
@@ -67,7 +67,7 @@ class Optimizer(NamedTuple):
     """The optimizer: `rule` returns the update before multiplication by the learning rate.
 
     `copies`: name of a parameter group (`core.weights.GROUPS`) -> its decay per step, 1 = frozen.
-    `store` has the optimizer moments if they are on a disk.
+    `store` has the optimizer moments if they are in host memory or on a disk.
     """
 
     rule: optax.GradientTransformation
@@ -103,7 +103,7 @@ def make_step(
     rule = optimizer.rule
     kept: dict[str, Any] = dict(
         loss_scale=initial_loss_scale(plan.compute_dtype),
-        offload=plan.offload_optimizer,
+        offload=optimizer.store is not None,
         copies=tuple(optimizer.copies),
     )
     shardings = state_shardings(model, rule, layout, **kept)
@@ -137,14 +137,12 @@ def make_step(
         compiler_options={option.name: option.value for option in options} or None,
     )
     train: Any
-    if plan.offload_optimizer == "disk":
-        assert optimizer.store is not None
+    if optimizer.store is not None:
         grads = layout.shardings(layout.moment_specs(trained(model.axes, model.axes)))
         gradients = jax.jit(begin, out_shardings=(grads, *[replicated] * 3), **compile_for)
-        groups = plan_groups(model, rule, layout, **{**kept, "offload": "none"})
         in_order = plan.orders_collectives
         train = GroupedTrain(
-            groups, optimizer.store, gradients, update, average, model.axes, one_at_a_time=in_order
+            optimizer.store, gradients, update, average, model.axes, one_at_a_time=in_order
         )
     else:
         train = _make_train(
@@ -152,7 +150,6 @@ def make_step(
             update,
             measure if reports.layer_statistics_steps else None,
             average,
-            fetched_to=opt_shardings(model, rule, layout) if kept["offload"] == "host" else None,
             avoid_donation_copies=plan.avoids_donation_copies,
         )
         outputs = (shardings, replicated)
@@ -220,21 +217,17 @@ def _make_train(
     measure: Callable[..., Any] | None,
     average: Callable[[dict[str, Params], Params], dict[str, Params]],
     *,
-    fetched_to: Any = None,
     avoid_donation_copies: bool = False,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
     """Make a complete step in one program, from the results of `_make_begin` and `make_update`.
 
-    `fetched_to` are the device shardings of optimizer state stored in host memory, else None. With
-    `avoid_donation_copies`, averages are written first, then parameters, then the optimizer state.
+    With `avoid_donation_copies`, averages are written first, then parameters, then the optimizer
+    state.
     Returns (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics).
     """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
         """Return (new state, metrics) of a batch [global_batch_size, ...]; `limit` float32 []."""
-        if fetched_to is not None:
-            fetched = jax.device_put(state.opt_state, fetched_to)
-            state = dataclasses.replace(state, opt_state=fetched)
         grads, decision, small, metrics = begin(state, batch, limit)
         norm, learning_rate, applied = decision
         params, opt_state = update(state, grads, norm, learning_rate)

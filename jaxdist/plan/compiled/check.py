@@ -42,7 +42,7 @@ class CompiledMemory:
         argument_bytes: the state and the batch, except arguments in host memory.
         alias_bytes: outputs that reuse the buffers of donated arguments.
         workspace_bytes: scratch of cuDNN attention, which the compiler does not count.
-        host_bytes: moments and activations in host memory.
+        host_bytes: activations in host memory.
     """
 
     argument_bytes: int

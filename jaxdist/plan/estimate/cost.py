@@ -16,7 +16,7 @@ import math
 
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S, Cluster
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.estimate.memory import stored_moment_bytes
 from jaxdist.plan.estimate.restart import JOIN_S_PER_GPU
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -56,17 +56,10 @@ class CheckpointCost:
 
 def checkpoint_bytes(job: Job) -> float:
     """Return the bytes of a checkpoint: saved weights, averages and moments of all devices."""
-    memory = estimate_memory(job)
     saved = job.trained if job.config.lora.rank else job.weights
     params = sum(weight.num_bytes * weight.size for weight in saved)
     params += sum(n * weight.size for copy in job.copies.values() for weight, n in copy)
-    local = memory.state["optimizer moments"] + memory.host_bytes
-    sharded = job.total(job.trained, "moment")
-    return (
-        params
-        + memory.disk_bytes
-        + local * (sum(w.size for w in job.trained) / sharded if sharded else 0.0)
-    )
+    return params + stored_moment_bytes(job)
 
 
 def storage_rate(bytes_per_s: float, cluster: Cluster) -> float:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step.grouped_update import GROUP_BYTES, IN_FLIGHT
 from jaxdist.models.weights import Weight
@@ -40,7 +41,9 @@ class MemoryEstimate:
         phases: for each phase of the step, the arrays alive in addition to the state, by class.
         workspace_bytes: scratch of attention kernels, which the compiler does not count.
         host_bytes: moments and activations in the host's memory, of one device.
-        disk_bytes: moments on the disk, of all devices.
+        pinned_bytes: activations among them, which XLA pins.
+        disk_bytes: moments on the disk, of all devices, each counted once.
+        host_moment_bytes: moments in host memory, of all devices, each counted once.
         is_rough: activations are an upper bound from the model's trace.
     """
 
@@ -48,7 +51,9 @@ class MemoryEstimate:
     phases: Mapping[str, Parts]
     workspace_bytes: float
     host_bytes: float = 0.0
+    pinned_bytes: float = 0.0
     disk_bytes: float = 0.0
+    host_moment_bytes: float = 0.0
     is_rough: bool = False
 
     @functools.cached_property
@@ -65,6 +70,11 @@ class MemoryEstimate:
     def temporary_bytes(self) -> float:
         """Bytes of temporary arrays in the peak phase."""
         return sum(self.phases[self.peak].values())
+
+    def process_bytes(self, num_devices: int) -> tuple[float, float]:
+        """Return the bytes of moments, and of activations, on the host of a process's devices."""
+        moments = num_devices * (self.host_bytes - self.pinned_bytes)
+        return min(moments, self.host_moment_bytes), num_devices * self.pinned_bytes
 
     @property
     def total_bytes(self) -> float:
@@ -110,16 +120,18 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     }
     phases = dict(_pipeline_phases(job) if job.stages else _phases(job)) | teacher.phase(job)
     offloaded = costs_of(job).offloaded_per_layer()
-    if offload != "none":  # XLA fetches moments as late as possible, when gradients are complete
-        fetched = moments if offload == "host" else _moments_in_flight(job)
+    if offload != "none":
         for name in _updates(job):
-            phases[name] = {**phases[name], "fetched moments": fetched}
+            phases[name] = {**phases[name], "fetched moments": _moments_in_flight(job)}
+    stored, pinned = stored_moment_bytes(job), offloaded * job.layers_per_stage
     return MemoryEstimate(
         state=state,
         phases=phases,
         workspace_bytes=attention.workspace(job),
-        host_bytes=moments * (offload == "host") + offloaded * job.layers_per_stage,
-        disk_bytes=disk_bytes(job),
+        host_bytes=moments * (offload == "host") + pinned,
+        pinned_bytes=pinned,
+        disk_bytes=stored * (offload == "disk"),
+        host_moment_bytes=stored * (offload == "host"),
         is_rough=job.decoder is None,
     )
 
@@ -144,19 +156,25 @@ def moment_bytes(job: Job) -> float:
     return total
 
 
-def disk_bytes(job: Job) -> float:
-    """Return the bytes of the optimizer moments on the disk, each counted once; 0 if none."""
-    if job.config.train.offload != "disk":
-        return 0.0
-    return job.config.optim.moment_bytes * sum(weight.size for weight in job.trained)
+def stored_moment_bytes(job: Job) -> float:
+    """Return the bytes of the optimizer's state on all devices, each value counted once."""
+    sharded = job.total(job.trained, "moment")
+    return moment_bytes(job) * sum(w.size for w in job.trained) / sharded if sharded else 0.0
 
 
 def _moments_in_flight(job: Job) -> float:
     """Return the device bytes of moments on their way from or to host or disk, or being updated."""
+    if job.own_moment_bytes is not None:  # a single group
+        return job.own_moment_bytes
     each, depth = job.config.optim.moment_bytes, max(1, job.layers_per_stage)
-    layer = each * job.total(job.only_trained(job.layers), "moment") / depth
+    layers = job.only_trained(job.layers)
+    layer = each * job.total(layers, "moment") / depth
+    if job.spec[PIPELINE] > 1:  # stages divide the layers: a group has all of a parameter
+        layer = each * max((job.size(weight, "moment") for weight in layers), default=0.0)
+        depth = 1
     # Tables whose first dim is sharded are not cut into ranges of rows.
-    limit = GROUP_BYTES if job.spec[TENSOR] == 1 else math.inf
+    is_cut = job.spec[TENSOR] == 1 and job.config.optim.unit == "element"
+    limit = GROUP_BYTES if is_cut else math.inf
     outer = [each * job.size(w, "moment") for w in job.only_trained(job.outer)]
     largest = max(layer, min(limit, max(outer, default=0.0)))
     return min(IN_FLIGHT * max(largest, min(GROUP_BYTES, layer * depth)), moment_bytes(job))

@@ -99,17 +99,23 @@ class Budget:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def _check_host(self) -> None:
-        """Raise `ConfigError` if arrays moved to host memory exceed XLA's limit or the host."""
-        per_gpu, on_host = self.memory.host_bytes, self.job.cluster.gpus_per_node
+        """Raise `ConfigError` if activations exceed XLA's limit, or all arrays the host's memory.
+
+        Moments count twice: those of a step that is being saved, and those of the next step.
+        """
+        moments, pinned = self.memory.process_bytes(self.own_gpus)
+        on_host = self.job.cluster.gpus_per_node
+        all_bytes = on_host / max(1, self.own_gpus) * (2 * moments + pinned)
         limits = (
-            (self.own_gpus, pinned_limit_bytes(), f"{PINNED_LIMIT_GIB} allows a process"),
-            (on_host, host_memory_bytes(), "the host has"),
+            (self.own_gpus, pinned, pinned_limit_bytes(), f"{PINNED_LIMIT_GIB} allows a process"),
+            (on_host, all_bytes, host_memory_bytes(), "the host has"),
         )
-        for gpus, limit, what in limits:
-            if gpus * per_gpu > limit:
+        for gpus, needed, limit, what in limits:
+            if needed > limit:
+                twice = " (moments twice during a save)" if needed > pinned else ""
                 raise ConfigError(
-                    f"memory: {gpus} GPUs move {in_bytes(gpus * per_gpu)} to pinned host memory, "
-                    f"but {what} {in_bytes(limit)}. Use --train.offload-optimizer=none, "
+                    f"memory: {gpus} GPUs move {in_bytes(needed)}{twice} to host memory, but "
+                    f"{what} {in_bytes(limit)}. Use --train.offload-optimizer=none or disk:/DIR, "
                     "--train.remat=full, more GPUs, or a higher limit."
                 )
 

@@ -19,7 +19,7 @@ from jaxdist.core.weights import GROUPS
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import attention, products, teacher, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.estimate.memory import disk_bytes, moment_bytes
+from jaxdist.plan.estimate.memory import moment_bytes, stored_moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
 from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
@@ -106,7 +106,7 @@ def estimate_time(job: Job) -> StepTime:
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         # Backward of each layer fetches its own first; copies to the host overlap with forward.
         "activations from host memory": fetched / HOST_BYTES_PER_S,
-        "moments to and from the disk": 2 * disk_bytes(job) / job.cluster.disk_bytes_per_s,
+        "moments to and from the disk": _disk_moments(job) / job.cluster.disk_bytes_per_s,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
     }
@@ -181,7 +181,12 @@ def _attention_share(job: Job) -> float:
 
 
 def _moved_moments(job: Job) -> float:
-    return 2 * moment_bytes(job) if job.config.train.offload == "host" else 0.0
+    """Return the bytes in each direction; both are copied at the same time, during the update."""
+    return moment_bytes(job) if job.config.train.offload == "host" else 0.0
+
+
+def _disk_moments(job: Job) -> float:
+    return 2 * stored_moment_bytes(job) if job.config.train.offload == "disk" else 0.0
 
 
 def _peak(job: Job) -> float:

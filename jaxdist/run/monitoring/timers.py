@@ -136,14 +136,12 @@ def _shape(leaf: Any) -> str:
 
 
 def _describe_sharding(sharding: Any) -> str:
-    """Return `P("data",) over 8 devices` or `on cpu:0`, with the memory kind if it is unusual."""
+    """Return `P("data",) over 8 devices` or `on cpu:0`."""
     spec = getattr(sharding, "spec", None)
     devices = sorted(map(str, sharding.device_set))
     if spec is not None:
-        text = f"{spec} over {len(devices)} devices"
-    else:
-        text = "on " + (devices[0] if len(devices) == 1 else f"{len(devices)} devices")
-    return text if sharding.memory_kind in (None, "device") else f"{text}, {sharding.memory_kind}"
+        return f"{spec} over {len(devices)} devices"
+    return "on " + (devices[0] if len(devices) == 1 else f"{len(devices)} devices")
 
 
 def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:

@@ -139,8 +139,8 @@ class SdcCheck:
         self._gather = jax.jit(make(gather, in_specs=own, out_specs=P()))
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
-        """Return the batch axes over which a leaf is replicated; () if it is not hashed."""
-        if leaf.sharding.memory_kind == "pinned_host" or not leaf.size:
+        """Return the batch axes over which a leaf is replicated; () if it is empty."""
+        if not leaf.size:
             return ()
         taken = axes_of(leaf.sharding.spec)
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)

@@ -151,6 +151,16 @@ def stored_shape(path: Any, x: Any, split: LayerSplit) -> tuple[int, ...]:
     return (split.num_stored, *x.shape[1:]) if _is_stacked(path, x, split) else x.shape
 
 
+def model_rows(path: Any, x: Any, split: LayerSplit) -> np.ndarray | None:
+    """Return the model's layer of each row of a leaf in execution order, int [num_stored].
+
+    It is -1 for padding. None = the leaf has no layers, or those in the order of the model.
+    """
+    if _is_in_order(split) or not _is_stacked(path, x, split):
+        return None
+    return np.where(split.order < split.num_layers, split.order, -1)
+
+
 def model_order_sharding(path: Any, x: Any, stored: NamedSharding, split: LayerSplit) -> Any:
     """Return the sharding in the order of the model of a leaf [num_layers, ...].
 
@@ -212,7 +222,7 @@ class _Exchange(NamedTuple):
 
 
 def _reorder(tree: Any, split: LayerSplit, *, to_model: bool) -> Any:
-    if len(split.depths) == split.num_stages and not split.is_padded:
+    if _is_in_order(split):
         return tree
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     stacked = [i for i, (path, x) in enumerate(leaves) if _is_stacked(path, x, split)]
@@ -226,12 +236,15 @@ def _reorder(tree: Any, split: LayerSplit, *, to_model: bool) -> Any:
         pairs = zip(arrays, targets, strict=True)
         moved: list[Any] = [x.update(shape=(rows, *x.shape[1:]), sharding=to) for x, to in pairs]
     else:
-        # Offloaded moments are exchanged on the devices.
-        on_device = [x.sharding.with_memory_kind("device") for x in arrays]
         mover = _mover(arrays[0].sharding.mesh, exchanges, split, to_model)
-        moved = jax.device_put(list(mover(*jax.device_put(arrays, on_device))), targets)
+        moved = jax.device_put(list(mover(*arrays)), targets)
     new = dict(zip(stacked, moved, strict=True))
     return jax.tree.unflatten(structure, [new.get(i, x) for i, (_, x) in enumerate(leaves)])
+
+
+def _is_in_order(split: LayerSplit) -> bool:
+    """Return whether execution order is that of the model."""
+    return len(split.depths) == split.num_stages and not split.is_padded
 
 
 def _is_split(spec: P) -> bool:
