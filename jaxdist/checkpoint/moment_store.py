@@ -100,9 +100,9 @@ class MomentStore:
 
     def put(self, group: int, step: int, shards: Sequence[np.ndarray]) -> None:
         """Replace the shards [...] of a group by those after `step` steps."""
-        on_cpu = self.groups.state.step.sharding.mesh.devices.flat[0].platform == "cpu"
-        # On CPUs they are views of the devices' memory.
-        self._kept[group] = step, list(map(np.array, shards)) if on_cpu else list(shards)
+        device: Any = next(iter(self.groups.state.step.sharding.device_set))
+        copy = np.array if device.platform == "cpu" else np.asarray  # views of the devices' memory
+        self._kept[group] = step, [copy(x) for x in shards]
 
     def write(self, group: int, step: int, shards: Sequence[np.ndarray]) -> None:
         """Put the shards [...] of a group during a step; tests kill the process here."""
@@ -237,7 +237,7 @@ def _leaves_of(groups: Groups) -> list[tuple[pytree.Leaf, np.ndarray | None]]:
 def _shards(
     groups: Groups, group: ParamGroup, i: int, leaf: pytree.Leaf, rows: np.ndarray | None
 ) -> list[Shard]:
-    """Return this process's shards of moment `i` of a group; `rows` are its `model_rows` [layers]."""
+    """Return this process's shards of a group's moment `i`, with its `model_rows` [layers]."""
     part = group.cut(groups.moments[i])
     writers: dict[Bounds, Any] = {}  # the first device of the mesh with each shard
     indices = part.sharding.devices_indices_map(part.shape)

@@ -1,12 +1,13 @@
-"""Seconds of a step with moments on a disk, beside raw reads and writes of the same bytes.
+"""Seconds of a step with moments in host memory and on a disk, beside raw reads and writes.
 
     python scripts/bench/offload_disk.py --directory /nvme
     python scripts/bench/offload_disk.py --directory /nvme --d-model 1024 --layers 16
 
-Each repetition runs, one after the other: a step with moments in memory, one with moments on the
-disk, and a raw pass that reads every byte of the moments and writes as many, both at the same time
-in two threads (as `dd` does in one: no checksum, `fdatasync`, no page cache). The medians and the
-rate of the disk step, for `jaxdist plan --disk-gb-per-s`, are printed.
+Each repetition runs, one after the other: a step with moments on the device, one with moments in
+host memory, one with moments on the disk, and a raw pass that reads every byte of the moments and
+writes as many, both at the same time in two threads (as `dd` does in one: no checksum, `fdatasync`,
+no page cache). The medians, the rate of the disk step, for `jaxdist plan --disk-gb-per-s`, and the
+load of the machine are printed.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ def main() -> None:
     )
     timed: dict[str, Callable[[], None]] = {}
     moved = 0
-    for name, setting in (("memory", "none"), ("disk", f"disk:{arguments.directory}")):
+    settings = {"device": "none", "host": "host", "disk": f"disk:{arguments.directory}"}
+    for name, setting in settings.items():
         train = TrainConfig(global_batch_size=1, seq_len=32, offload_optimizer=setting)
         config = RunConfig(model=model, train=train, mesh=MeshConfig(shape=str(MeshSpec())))
         parts = assemble(config, jax.devices()[:1])
         timed[name] = stepper(parts)
-        if parts.moments is not None:
+        if parts.moments is not None and not moved:
             moved = 2 * parts.moments.num_bytes
-            print(f"{moved / 2e6:,.0f} MB of moments in {len(parts.moments.groups)} groups")
+            print(f"{moved / 2e6:,.0f} MB of moments in {len(parts.moments.shards)} groups")
     raw = arguments.directory / "raw"
     with open(raw, "wb") as file:
         write(file.fileno(), moved // 2)
     timed["raw"] = lambda: read_and_write(raw, moved // 2)
     seconds: dict[str, list[float]] = {name: [] for name in timed}
+    before = os.getloadavg()[0]
     for _ in range(arguments.repetitions):
         for name, run in timed.items():
             start = time.perf_counter()
@@ -72,9 +75,11 @@ def main() -> None:
     for name, median in medians.items():
         low, high = min(seconds[name]), max(seconds[name])
         print(f"{name:6}  {median:7.3f} s  (from {low:.3f} to {high:.3f})")
-    added = medians["disk"] - medians["memory"]
-    print(f"added {added:.3f} s: {moved / added / 1e9:.2f} GB/s read and written")
+    for name in ("host", "disk"):
+        added = medians[name] - medians["device"]
+        print(f"{name} adds {added:.3f} s: {moved / added / 1e9:.2f} GB/s read and written")
     print(f"raw: {moved / medians['raw'] / 1e9:.2f} GB/s read and written")
+    print(f"{os.cpu_count()} cores, load {before:.1f} before and {os.getloadavg()[0]:.1f} after")
 
 
 def stepper(parts: Parts) -> Callable[[], None]:
