@@ -173,8 +173,8 @@ def merge_parts(checkpoint: Location) -> None:
     import tensorstore
 
     base, context = Path(str(checkpoint / ARRAYS)).absolute(), tensorstore.Context()  # shares files
-    stores = [base, *sorted(base.glob(f"{PART}*"))]
-    specs = [{"driver": "ocdbt", "base": f"{store.as_uri()}/"} for store in stores]
+    names = [name for name in (checkpoint / ARRAYS).entries() if name.startswith(PART)]
+    specs = [{"driver": "ocdbt", "base": f"{(base / name).as_uri()}/"} for name in ("", *names)]
     target, *parts = (tensorstore.KvStore.open(x, context=context).result() for x in specs)
     with tensorstore.Transaction(atomic=True) as transaction:
         for part in parts:
