@@ -136,7 +136,7 @@ def peft_model(config, folder, before):
     kind, more = transformers.AutoModelForCausalLM, {}
     if config.model.num_labels:
         kind = transformers.AutoModelForSequenceClassification
-        more = {"num_labels": config.num_labels, "pad_token_id": 0}
+        more = {"num_labels": config.model.num_labels, "pad_token_id": 0}
     model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, **more)
     settings = peft_format.write_config(config.model, config.lora, str(folder))
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}

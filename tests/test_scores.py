@@ -75,7 +75,7 @@ def batches(labels):
 
 
 def train(config):
-    return train_on(config, batches(config.num_labels))
+    return train_on(config, batches(config.model.num_labels))
 
 
 MESHES = {
@@ -135,7 +135,7 @@ def torch_loss(config, model):
 
     def loss_of(batch):
         texts = [row[row > 0].tolist() for row in batch["tokens"]]
-        if config.num_labels == 1:
+        if config.model.num_labels == 1:
             pairs = zip(texts[::2], texts[1::2], strict=True)
             inputs = collate([{"chosen_ids": a, "rejected_ids": b} for a, b in pairs])
             return RewardTrainer.compute_loss(trainer, model, inputs)

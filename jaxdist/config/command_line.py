@@ -287,7 +287,7 @@ def replaced_head(config: RunConfig) -> list[str]:
 
     The old head is that of `init_from`; [] if no head is replaced.
     """
-    if not (config.init_from and config.num_labels):
+    if not (config.init_from and config.model.num_labels):
         return []
     stored = model_at(config.init_from)
     return [] if stored.num_labels else [*config.model.head_parts, *stored.head_parts]

@@ -164,7 +164,7 @@ class RunConfig:
         problems += self.objective.run_problems(
             records=self.data.records,
             reads=self.model.reads,
-            num_labels=self.num_labels,
+            num_labels=self.model.num_labels,
             has_adapters=bool(self.lora.rank),
         )
         base = self.init_from if self.lora.rank else None
@@ -223,11 +223,6 @@ class RunConfig:
     def precomputes_reference(self) -> bool:
         """Return whether rows contain log-probabilities by the weights that the run starts from."""
         return self.objective.precomputes(has_adapters=bool(self.lora.rank))
-
-    @property
-    def num_labels(self) -> int:
-        """Number of scores of the model's score head; 0 = it has none."""
-        return self.model.num_labels
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """Return an error for each rule of a mesh that model, batch or sequence violates.
@@ -443,7 +438,7 @@ class RunConfig:
         # Old runs may have dropped an untied head, so it is not checked here but on loading.
         free |= {"tie_embeddings"} if self.model.tie_embeddings else set()
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()
-        if self.num_labels and not stored.num_labels:  # a new score head replaces the stored one
+        if self.model.num_labels and not stored.num_labels:  # a new score head
             free |= {"num_labels", "tie_embeddings"}
         if self.reinit_params:  # the head or embedding may change size; loading checks the rest
             free |= {"vocab_size", "tie_embeddings", "num_labels"}

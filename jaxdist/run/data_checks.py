@@ -24,7 +24,7 @@ def open_run_data(config: RunConfig, rows: Any = None) -> tuple[TrainData, Datas
         seed=config.seed,
         python_source=rows,
         samples_before=config.train.samples_before,
-        num_labels=config.num_labels,
+        num_labels=config.model.num_labels,
     )
 
 

@@ -377,7 +377,7 @@ class Parts:
         fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
         data, seq_len = self.config.data, self.config.train.seq_len
         if data.has_single_rows:
-            kind = row_kind(data.records, self.config.num_labels)
+            kind = row_kind(data.records, self.config.model.num_labels)
             return record_fields(seq_len, kind, has_reference=self.config.precomputes_reference)
         return fields or text_fields(seq_len, packed=data.packs_documents)
 

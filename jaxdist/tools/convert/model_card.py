@@ -15,7 +15,8 @@ _CLASSES = {"transformers": "AutoModelFor", "peft": "AutoPeftModelFor"}
 def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library: str) -> str:
     """Return the README.md of an export; `library`, transformers or peft, loads the model."""
     start = settings.init_from
-    pipeline = "text-classification" if settings.num_labels else "text-generation"
+    scores = settings.model.num_labels > 0
+    pipeline = "text-classification" if scores else "text-generation"
     header = {"library_name": library, "pipeline_tag": pipeline, "tags": ["jaxdist"]}
     if hub.is_hub_name(start):
         header["base_model"] = start.partition("@")[0]
@@ -32,7 +33,7 @@ def model_card(settings: RunConfig, step: int, metrics: dict[str, Any], library:
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())
-    name = _CLASSES[library] + ("SequenceClassification" if settings.num_labels else "CausalLM")
+    name = _CLASSES[library] + ("SequenceClassification" if scores else "CausalLM")
     return (
         f"---\n{lines}\n---\n\n# {settings.name}\n\nTrained with jaxdist {__version__}.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n```python\nfrom {library} import {name}\n\n"
