@@ -23,7 +23,7 @@ Write a SLURM batch script for a training run.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the batch script; print, write or submit it; return the exit code of `deliver`."""
+    """Check the arguments; print, write or submit the batch script; return the exit code."""
     config = read_settings(
         SlurmConfig, argv, command=COMMAND, summary=SUMMARY, rest="arguments", check_rules=False
     )
