@@ -31,10 +31,7 @@ def ready_token(marks: Iterable[jax.Array]) -> jax.Array:
 
 
 def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
-    """Return x [*dims] unchanged, but only after `ready`, a result of `ready_token`, is computed.
-
-    The other branch of the `where` differs from x, so XLA cannot remove it, even for a constant x.
-    """
+    """Return x [*dims] after `ready` is computed, by a `where` that XLA cannot remove."""
     return jnp.where(ready, x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
 

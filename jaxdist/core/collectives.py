@@ -113,8 +113,8 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send part i of `split_dim` to device i, and concatenate received parts along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Sends B·(n−1)/n bytes. The exchange is
-    among `group` neighbors of the axis; 0 = all devices.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...], among n = `group` neighbors of the axis; 0 =
+    all. Sends B·(n−1)/n bytes.
     """
     size, groups = group_size(axes), None
     if group and group != size:

@@ -44,10 +44,7 @@ def make_token_logps(
     """Build `Context.token_logps`; for the arguments see `losses.Vocabulary` [d_model, vocab]."""
 
     def token_logps(head: TokenHead, targets: Array, **sampling: Any) -> TokenLogps:
-        """Return the log-probabilities and entropies of targets int32 [batch, seq], in its shape.
-
-        Targets [batch, seq, outcomes] are several tokens at each position, see `TokenLogps`.
-        """
+        """Return `TokenLogps` of targets, int32 [batch, seq] or [batch, seq, outcomes]."""
         drawn = LogitFilter(**sampling)
         if not (drawn.temperature > 0 and drawn.top_k >= 0 and 0 < drawn.top_p <= 1):
             raise ConfigError(

@@ -53,8 +53,7 @@ class AttentionPlan(NamedTuple):
 class AttentionRequest(NamedTuple):
     """One call of attention, as input of `choose_kernel`.
 
-    Rows have `num_keys` positions. `cached`: queries have explicit positions among the keys.
-    `window` and `causal` matter only with a context axis. `too_large`: see `cudnn.too_large`.
+    `cached`: queries have explicit positions among the keys. `too_large`: see `cudnn.too_large`.
     """
 
     dtype: Any

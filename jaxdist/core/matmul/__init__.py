@@ -12,10 +12,7 @@ __all__ = ["FORMATS", "Format", "make_dot", "problems"]
 
 
 class Format(NamedTuple):
-    """A low-precision format; `library` computes its products on a GPU.
-
-    `lowest_capability` is the lowest compute capability whose tensor cores support it.
-    """
+    """A low-precision format: library on GPUs, lowest compute capability that supports it."""
 
     rounding: str
     library: str

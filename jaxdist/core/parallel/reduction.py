@@ -24,10 +24,7 @@ from jaxdist.core.weights import SumOver
 def scatter_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Reduce-scatter over `axes` the gradients that `to_specs` shards and `from_specs` does not.
-
-    Such a float32 leaf [..., n · d, ...] becomes [..., d, ...]. Other leaves stay local sums.
-    """
+    """Reduce-scatter over `axes` the leaves [..., n · d, ...] that only `to_specs` shards."""
 
     def leaf(source: P, target: P, grad: Array) -> Array:
         """Return the local gradient [*dims], or this device's shard of its sum."""
@@ -43,10 +40,7 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum local float32 gradients [...] over the `axes` that do not shard them.
-
-    `from_specs` is their layout. If `to_specs` shards over further axes, these use reduce-scatter.
-    """
+    """Sum gradients [*dims] over `axes`; reduce-scatter those that only `to_specs` shards."""
 
     def leaf(target: P, grad: Array) -> Array:
         rest = tuple(axis for axis in axes if dim_of(target, axis) is None)

@@ -22,10 +22,7 @@ MOMENTUM = 0.1
 
 
 def insert_increments(model: Model, grads: Params, sums: Sums, order: Any) -> Params:
-    """Return gradients [...] in which the parameters of `Model.increments` have these instead.
-
-    `order` is the model index of each stored layer, int [num_stored]; num_layers = padding.
-    """
+    """Return gradients with `Model.increments` in their place; `order`: see `LayerSplit`."""
     if model.increments is None:
         return grads
     layers = {name: value for name, value in sums.items() if name.startswith(LAYER_SUM)}

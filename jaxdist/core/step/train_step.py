@@ -311,10 +311,7 @@ def move_copies(
 
 
 def _means(sums: Sums) -> Metrics:
-    """Return global means (sum / weight) of float32 [] sums; `correct` becomes `accuracy`.
-
-    `weight` and `ROW_SUMS` [rows] stay sums.
-    """
+    """Return the global means of sums, except `weight` and `ROW_SUMS` [rows], which stay sums."""
     weight = divisor(sums["weight"])
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
     kept = ("weight", *ROW_SUMS)
