@@ -178,7 +178,7 @@ def make_lr_schedule(
 
     Warmup is linear and never 0: step s of w has peak * (s + 1) / (w + 1). After the decay the rate
     stays at `min_lr_ratio * peak`. Steps count from 0 to `total_steps` - 1. The function maps int32
-    steps, scalar or array, to float32 rates. If the batch changes, `batches` are pairs (number of
+    steps, [] or [steps], to float32 rates. If the batch changes, `batches` are pairs (number of
     steps before it, rows), in order: `lr_scaling` multiplies the rate by a factor of these rows in
     place of `global_batch_size`.
 
