@@ -152,10 +152,7 @@ class CompositeWeight:
     def multiply(
         self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
     ) -> Array:
-        """Return the product [*dims after the arrow]; `dot` multiplies the weight's arrays.
-
-        `sum_over` is `Context.sum`, for values computed from the weight's shards.
-        """
+        """Return the product [*dims after the arrow] by `dot`; `sum_over` is `Context.sum`."""
         raise TypeError(f"{type(self).__name__} is not a factor of products in Context.dot")
 
     def __getitem__(self, index: Any) -> CompositeWeight:

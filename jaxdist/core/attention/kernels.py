@@ -51,10 +51,7 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """One call of attention, as input of `choose_kernel`.
-
-    `cached`: queries have explicit positions among the keys. `too_large`: see `cudnn.too_large`.
-    """
+    """One call of attention; `cached`: with explicit query positions; `too_large`: see `cudnn`."""
 
     dtype: Any
     head_dim: int

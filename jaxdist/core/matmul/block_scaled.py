@@ -129,10 +129,7 @@ def make_dot(
 
 
 class _Scaled(NamedTuple):
-    """A product and its two gradient products; `dims` as in `types.dot`.
-
-    The array scale is equal over `axes`. `is_narrow`: multiply rounded elements, else their values.
-    """
+    """A product and its mxfp8 gradient products, of rounded elements (`is_narrow`) or values."""
 
     matmul_dtype: str
     dims: str

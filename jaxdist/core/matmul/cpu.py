@@ -20,10 +20,7 @@ from jaxdist.core.types import Array
 
 
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Multiply as `types.dot` does: [*dims named after the arrow].
-
-    Only float32 and dims in the order "rows inner, inner outer -> rows outer" are faster.
-    """
+    """Multiply as `types.dot` does: [*dims named after the arrow]; faster only for float32."""
     if _num_inner(dims) == 0 or x.dtype != jnp.float32 or (out_dtype or x.dtype) != x.dtype:
         return types.dot(dims, x, w, out_dtype=out_dtype)
     w = w.astype(x.dtype)

@@ -127,10 +127,7 @@ def names_of(dims: str) -> tuple[list[str], list[str], list[str]]:
 
 
 class _Product(NamedTuple):
-    """A product and its two gradient products; `dims` as in `types.dot`.
-
-    Scales are equal over `axes`. `in_8_bits`: multiply the 8-bit elements, else their values.
-    """
+    """A product and its two gradient products, of 8-bit elements (`in_8_bits`) or their values."""
 
     dims: str
     dtype: Any

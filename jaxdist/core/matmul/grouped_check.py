@@ -99,10 +99,7 @@ def _compare(shapes: GroupedShapes) -> dict[str, float]:
 
 
 def make_vjp(kernel: Kernel) -> Callable[..., tuple[Array, Array, Array]]:
-    """Make (x [rows, in], w [groups, in, out], grad [rows, out], sizes [groups]) -> results.
-
-    They are the products [rows, out], and the gradients of x and w.
-    """
+    """Make (x [rows, in], w [groups, in, out], grad, sizes) -> product, gradients of x and w."""
     dot = make_grouped_dot("gpu", kernel)
 
     @jax.jit

@@ -162,10 +162,7 @@ def model_rows(path: Any, x: Any, split: LayerSplit) -> np.ndarray | None:
 
 
 def model_order_sharding(path: Any, x: Any, stored: NamedSharding, split: LayerSplit) -> Any:
-    """Return the sharding in the order of the model of a leaf [num_layers, ...].
-
-    Stages cannot divide layers evenly if some are padded. They divide another dim then, or none.
-    """
+    """Return the sharding of a leaf in model order [num_layers, ...], maybe of another dim."""
     if not (split.is_padded and _is_stacked(path, x, split) and _is_split(stored.spec)):
         return stored
     return stored.update(spec=_Exchange.of(stored.spec, x.shape, stored.mesh).between)
