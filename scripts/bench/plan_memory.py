@@ -55,6 +55,7 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 8b_dp8fsdp8_zero1     h100:64  llama3_8b --mesh dp=8,fsdp=8 --train.num_microbatches 2 --zero 1
 8b_lora               h100:1   llama3_8b_lora
 8b_qlora              l4:1     llama3_8b_qlora
+70b_lora              h100:8   llama3_70b_lora --train.remat names:attention,attention_out
 8b_xla_attention      h100:8   llama3_8b --model.attention xla --train.seq_len 2048
 13b_pp4dp4tp4         h100:64  pipeline_64gpu
 13b_stages_none       h100:64  pipeline_64gpu --train.remat none
