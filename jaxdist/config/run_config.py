@@ -167,8 +167,8 @@ class RunConfig:
             num_labels=self.model.num_labels,
             has_adapters=bool(self.lora.rank),
         )
-        base = self.init_from if self.lora.rank else None
-        problems += export_problems(self.checkpoint.export, self.model, self.named_directory, base)
+        about = self.checkpoint.export, self.model, self.named_directory
+        problems += export_problems(*about, self.init_from, self.lora)
         return problems + self._early_mesh_problems()
 
     @property

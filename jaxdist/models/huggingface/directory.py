@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from jaxdist.data.tokenizer import TOKENIZER_FILES
+from jaxdist.models.adapters import LoraConfig
 from jaxdist.models.configs import DecoderConfig, ModelConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, read_config
 from jaxdist.models.huggingface.mxfp4 import with_unpacked
+from jaxdist.models.huggingface.peft import rename_problems
 from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
 from jaxdist.runtime.storage import Location, is_url, locate, url_problem
@@ -39,20 +41,20 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 
 
 def export_problems(
-    export: str, model: ModelConfig, run_dir: str, adapted: str | None
+    export: str, model: ModelConfig, run_dir: str, init_from: str, lora: LoraConfig
 ) -> list[str]:
-    """Return error messages if a run cannot be exported; `adapted`: its adapters' base, or None."""
+    """Return error messages if a run with these settings cannot be exported."""
     if export == "none":
         return []
     try:
-        family_of(decoder_of(model, "the run"))
-        problems = []
+        family_of(decoder := decoder_of(model, "the run"))
+        problems = rename_problems(decoder, lora) if lora.rank else []
     except ConfigError as error:
         problems = list(error.problems)
     if is_url(run_dir):
         problems.append("safetensors are written to a local disk, and run_dir is a URL.")
-    if adapted is not None and not (adapted and is_model(adapted)):
-        problems.append(f"adapters need a Hugging Face model in init_from, not {adapted!r}.")
+    if lora.rank and not (init_from and is_model(init_from)):
+        problems.append(f"adapters need a Hugging Face model in init_from, not {init_from!r}.")
     return [f"checkpoint.export=hf: {problem} Use export=none." for problem in problems]
 
 

@@ -212,6 +212,20 @@ def write_config(model: DecoderConfig, lora: LoraConfig, base: str) -> dict[str,
     }
 
 
+def rename_problems(model: DecoderConfig, lora: LoraConfig) -> list[str]:
+    """Return an error message if PEFT would give adapters to other modules.
+
+    PEFT 0.21 takes these names for those of unfused experts in transformers 4, in some families.
+    """
+    moved = [n for n in lora.target_modules(model) if n.startswith(("mlp.", "shared_expert."))]
+    if not (moved and model.num_experts and family_of(model) in ("dots1", "qwen3_moe")):
+        return []
+    return [
+        f"PEFT would give the adapters of {', '.join(moved)} to experts, as these were named. "
+        "Use convert merge, then to-hf, or leave these out of lora.targets."
+    ]
+
+
 def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
     """Return our settings of an `adapter_config.json`; raises `ConfigError` if unsupported."""
     if not isinstance(peft, Mapping):

@@ -72,6 +72,8 @@ def export(config: Config) -> str:
             f"{start} fuses modules that have adapters of their own here. Use convert merge, then "
             "to-hf."
         )
+    if problems := peft.rename_problems(model, lora):
+        raise ConfigError(problems)
     item = pytree.weights_item(config.weights, stored.entries)
     dtype = dtype_of(config.dtype)
     tensors: dict[str, safetensors.Tensor] = {}
