@@ -73,24 +73,23 @@ def errors_by_expert(
 def _compare(shapes: GroupedShapes) -> dict[str, float]:
     """Return result and distribution -> the largest error of an expert."""
     errors: dict[str, float] = {}
+    run, refer = make_vjp("mosaic"), make_vjp("blocks")  # compiled once for each width
+    sample = lambda key, *shape: jax.random.normal(key, shape, shapes.dtype)
     for case, sizes in sample_sizes(shapes.rows, shapes.groups).items():
+        group = np.repeat(np.arange(shapes.groups), sizes)
+        scale = np.zeros((shapes.rows, 1), np.float32)
+        scale[: len(group), 0] = 2.0 ** -(group % 8)  # so that peaks of experts differ
+        rows_scale, counts = jnp.asarray(scale, shapes.dtype), jnp.asarray(sizes, jnp.int32)
         for width_in, width_out in shapes.widths:
             keys = jax.random.split(jax.random.key(0), 3)
-            group = np.repeat(np.arange(shapes.groups), sizes)
-            scale = np.zeros((shapes.rows, 1), np.float32)
-            scale[: len(group), 0] = 2.0 ** -(group % 8)  # so that peaks of experts differ
-            sample = lambda key, *shape: jax.random.normal(key, shape, jnp.float32)
-            drawn = (
-                sample(keys[0], shapes.rows, width_in) * scale,
+            inputs = (
+                sample(keys[0], shapes.rows, width_in) * rows_scale,
                 sample(keys[1], shapes.groups, width_in, width_out),
-                sample(keys[2], shapes.rows, width_out) * scale,
+                sample(keys[2], shapes.rows, width_out) * rows_scale,
             )
-            inputs = [x.astype(shapes.dtype) for x in drawn]
-            counts = jnp.asarray(sizes, jnp.int32)
-            results = make_vjp("mosaic")(*inputs, counts)
+            results = run(*inputs, counts)
             with jax.default_matmul_precision("highest"):
-                wide = (x.astype(jnp.float32) for x in inputs)
-                expected = make_vjp("blocks")(*wide, counts)
+                expected = refer(*(x.astype(jnp.float32) for x in inputs), counts)
             for name, a, b in zip(_NAMES, results, expected, strict=True):
                 key = f"{name}, {case}"
                 worst = np.max(errors_by_expert(a, b, sizes))  # NaN if any is NaN
