@@ -173,7 +173,7 @@ def make_lr_schedule(
     total_steps: int,
     global_batch_size: int,
     batches: Sequence[tuple[int, int]] = (),
-) -> Callable[[Array], Array]:
+) -> Callable[[Any], Float32[Array, "*steps"]]:
     """Make the function from steps to learning rates.
 
     Warmup is linear and never 0: step s of w has peak * (s + 1) / (w + 1). After the decay the rate
