@@ -32,6 +32,14 @@ def test_search_is_exact_to_a_sixteenth(guess, most):
         assert len(tried) <= 4
 
 
+def test_rows_of_a_pipeline_are_those_of_each_chosen_microbatch():
+    """Eight microbatches: four for each of two stages, chosen from the batch of the run."""
+    words = [*tiny("--mesh=dp=2,pp=2", "--train.global_batch_size=32"), "--rows=3"]
+    config = fit_batch._read(words)
+    train = fit_batch._with_rows(config, assemble(config.run, jax.devices()[:4])).config.train
+    assert (train.global_batch_size, train.num_microbatches) == (3 * 2 * 8, 8)
+
+
 def compiled_bytes(rows: int, flags) -> int:
     """Return the bytes of the step as XLA reports them, without the code under test."""
     sizes = [f"--train.global_batch_size={rows * 2}", "--train.num_microbatches=1"]

@@ -23,7 +23,6 @@ import numpy as np
 from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import read_elsewhere
-from jaxdist.core.parallel.axes import PIPELINE
 from jaxdist.core.types import rows_per_example
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes
 from jaxdist.plan.planner import largest_batch
@@ -147,7 +146,8 @@ def trial(config: FitConfig) -> dict[str, Any]:
 def _with_rows(config: FitConfig, parts: Parts) -> Parts:
     """Return the parts of the run with `config.rows` examples per replica and microbatch."""
     train, unit = parts.config.train, rows_per_example(parts.model.objective)
-    count = train.num_microbatches if parts.spec[PIPELINE] > 1 else 1
+    schedule = parts.pipeline_schedule
+    count = schedule.num_microbatches if schedule else 1
     rows = config.rows * unit * count * parts.spec.num_replicas
     train = dataclasses.replace(train, batch_schedule=[], seq_schedule=[])
     train = dataclasses.replace(train, global_batch_size=rows, num_microbatches=count)
