@@ -91,6 +91,15 @@ def test_devices_hold_the_keys_of_their_own_positions_and_heads(case):
         assert leaf.sharding.shard_shape(leaf.shape) == held
 
 
+def test_logits_are_those_of_the_tokens_without_padding(case):
+    model, params, *_ = case
+    layout = Layout(mesh=MeshSpec().build(jax.devices()[:1]))
+    decoder = Decoder(model, params, layout, plan_of(model, layout), TextSettings())
+    text = np.arange(10, dtype=np.int32).reshape(2, 5)
+    expected = np.asarray(logits_of(model, params, {"tokens": text}))
+    np.testing.assert_allclose(decoder.logits(text), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_row_that_has_ended_stops_and_changes_no_other(case):
     expected = case[-1]
     stop = next(token for token in expected[1] if token not in expected[0] + expected[2])

@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 a missing or doubled sum 1e-1."""
 
 _FLOOR = 1e-2
-"""Minimum peak to divide by, relative to the largest peak: tiny gradients are only rounding."""
+"""Minimum peak of a gradient to divide by, relative to the largest: tiny ones are only rounding."""
 
 MAX_OPERATIONS = 1e12
 """Maximum FLOPs (6 per parameter and row element) of a step that is compared when a run starts: at
@@ -53,10 +53,10 @@ MakeModel: TypeAlias = Callable[[int], Model]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshDifference:
-    """A value of the step, a gradient or a sum, that depends on the mesh.
+    """A value of the step (gradient, sum, gradient norm) that depends on the mesh.
 
     `relative` is the largest difference, relative to the peak on one device; inf if not finite.
-    Each axis in `axes` causes a difference on its own; () if only a combination of axes does.
+    Each axis in `axes` causes a difference on its own; () if none does, or none is legal alone.
     """
 
     value: str
@@ -145,7 +145,8 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
             ]
         )
     seconds = time.perf_counter() - start
-    log.info("deep audit: one step on %s equals that on one device (%.1f s)", parts.spec, seconds)
+    text = "deep audit: one step of a small copy on %s agrees with that on one device (%.1f s)"
+    log.info(text, parts.spec, seconds)
     return str(parts.spec)
 
 

@@ -63,8 +63,8 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     kind = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != kind:
         raise ConfigError(
-            f"data.sources={parts.config.data.sources} is {dataset.kind}, but the model "
-            f"({parts.model.name}) takes {kind}. Change data.sources or model.kind."
+            f"the data is {dataset.kind}, but the model ({parts.model.name}) takes {kind}. Change "
+            f"the data (data.sources={parts.config.data.sources} in training) or model.kind."
         )
     name, size = "vocab_size", parts.model.vocab_size
     if kind == "images":

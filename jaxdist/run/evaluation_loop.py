@@ -31,11 +31,11 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the mean loss in nats and other metrics, by name.
+    """Return the mean loss (cross-entropy in nats) and other metrics, by name.
 
     `unit` is the key of the total weight. With named sets, `NAME/loss` ... are the metrics of each
-    set, and those without a name are the metrics of the first set. `params` are sharded as in
-    training. `max_batches` of each set are spread over it; 0 = every row once. Each batch is
+    set, and those without a name are the metrics of the first set. `params` are in execution
+    order. `max_batches` of each set are spread over it; 0 = every row once. Each batch is
     followed by a call of `on_batch`. Raise `NoLabels` if all evaluated weights of a set are 0.
     """
     results: dict[str, float] = {}

@@ -48,7 +48,7 @@ def is_measured(shape: tuple[int, ...], dtype: Any, parameter_shape: tuple[int, 
 
 
 def part_names(parameter: str, flags: np.ndarray, tokens: Sequence[int] = ()) -> list[str]:
-    """Return [the parameter] if all `flags` are set, else "NAME of layer N" for each set flag.
+    """Return [the parameter] if all `flags` are set, else e.g. "NAME of layer N" for each set flag.
 
     Flags are bool [num_layers], [tokens] for rows of `tokens`, or [] for a parameter without parts.
     """
@@ -79,7 +79,7 @@ def has_parts(parameter: str, shape: tuple[int, ...], tokens: int) -> bool:
 @functools.lru_cache(maxsize=4)
 def _zeros_program(stacked: tuple[bool, ...], sharding: NamedSharding) -> Any:
     def zeros(moments: list[Array]) -> list[Array]:
-        """Return bool [num_layers] or [] for each moment [...]: all its values are zero."""
+        """Return bool [num_layers], [tokens] or [] per moment [...]: all its values are zero."""
         return [
             jnp.all(x == 0, axis=tuple(range(int(split), x.ndim)))
             for x, split in zip(moments, stacked, strict=True)

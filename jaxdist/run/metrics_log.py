@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, floats in full precision, complete after any kill.
+"""metrics.jsonl: one JSON object per line, floats in full precision, lines complete after a kill.
 
 JSON cannot represent NaN or infinity, but every parser must be able to read a diverged run. These
 values are written as the strings "NaN", "Infinity" and "-Infinity", which `float()` and
@@ -118,7 +118,7 @@ class RecordWriter:
             self.write(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line, or keep it in memory with a warning; raise OSError if too much is kept."""
+        """Append a line, or keep it in memory if it cannot; raise OSError if too much is kept."""
         if self._file is None:
             self._held.append(record)
             return
@@ -190,9 +190,9 @@ def stream_records(
     """Yield each record, oldest first, and whether it is in the history that `current` returns.
 
     The file is read twice, in blocks. A last line without its newline is ignored. If there are more
-    train records than `max_train` (0 = no limit), most are skipped without decoding. Each group of
-    neighbors then yields its first and last records, and the records with its lowest and highest
-    (or a non-finite) loss. Raise ConfigError if the file is missing or a line is not a record.
+    train records than `max_train` (0 = no limit), each group of neighbors yields only its first and
+    last records, and those with its lowest and highest (or no finite) loss; the others are not
+    decoded. Raise ConfigError if the file is missing or a decoded line is not a record.
     """
     file = locate(path)
     resumes: list[float] = []
@@ -267,9 +267,9 @@ def _lines(file: Location) -> Iterator[bytes]:
 def read_outline(path: str | os.PathLike[str], step: int) -> list[Record]:
     """Return the records that a run resumed at `step` needs from a metrics.jsonl, oldest first.
 
-    The file is read backward to the newest `totals` event that no later start or rollback
-    invalidated, or to its beginning. The result contains that event with its last train record, and
-    all later events and evaluations. Of the train records between two of these, it contains the
+    The file is read backward to the newest `totals` event that this and later resumes leave valid,
+    or to its beginning. The result contains that event with its last train record, and all later
+    evaluations and events but `totals`. Of the train records between two of these, it contains the
     last one, and the last one that is not after `step`.
     """
     outline: list[Record] = []

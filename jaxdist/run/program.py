@@ -24,7 +24,7 @@ class Program:
             (1 without it).
         schedule: int32 step -> learning rate; replaces that of the settings.
         rows: the rows, or a function that returns them; replaces the function in `data.sources`.
-        on_start: called with the run directory, on every process, before compilation.
+        on_start: called with the run directory, on every process, before the step compiles.
         on_record: called with each train and eval record, and a function that returns the state,
             on every process.
         owns_stdout: the output of C code may be redirected to the log.

@@ -1,12 +1,13 @@
 """Replay one step of a run, to tell bad data, bad numerics and bad devices apart.
 
-| verdict | replays | check |
+| verdict | replays of a bad step | check |
 |---|---|---|
 | data | bad each time, good with the next batch | the rows of the batch |
 | deterministic | bad each time, also with the next batch | learning rate, precision, the code |
-| transient | good, or different each time | the devices, their memory and links |
+| transient | good at least once | the devices, their memory and links |
 
-Nothing is written into the run directory.
+Of other steps, "bad" means the recorded bits, and no next batch is tried. The run directory is not
+changed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FIELDS = ("kind", "event", "step", "first_sample", "data_ledger", "weight", "lo
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
-    """Replay the step that `config.replay` names; log the kind of fault; return 0."""
+    """Replay the step that `config.replay` names; log the verdict; return 0."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
@@ -80,8 +81,8 @@ def verdict(
 ) -> str:
     """Return whether data, arithmetic or devices caused the step's result, in one line.
 
-    `is_bad` returns whether a result is as bad as the recorded one, and `following` is a replay
-    with the next batch. For a step without an anomaly: whether both are equal, and None.
+    `is_bad` returns whether a result is bad, and `following` is a replay with the next batch that
+    has labels. For a step without an anomaly: whether it equals the recorded one, and None.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
@@ -102,7 +103,7 @@ def verdict(
             "too. The parameters are already bad: check learning rate, precision, earlier steps."
         )
     return (
-        f"data: bad in {times} of {times} replays, and good without the batch. Check these rows, "
+        f"data: bad in {times} of {times} replays, good with the next batch. Check these rows, "
         "or set the policy rollback."
     )
 
@@ -117,7 +118,7 @@ class History:
     left_out: tuple[tuple[int, int], ...]
 
     def limit(self, step: int) -> float:
-        """Return the loss above which the update of a step was skipped; inf if it was applied."""
+        """Return the limit by which a loss spike skipped a step's update; inf for other steps."""
         anomaly = self.anomalies.get(step)
         return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
 
@@ -142,7 +143,7 @@ class History:
 def read_history(run: RunDirectory, step: int | None = None) -> History:
     """Return the records of a run up to `step`; None = its newest.
 
-    If a step ran more than once, its last run with an anomaly counts, otherwise its last run.
+    If `step` ran more than once, its last run with an anomaly counts, otherwise its last run.
     """
     anomalies = read_anomalies(run.anomalies)
     records = [
@@ -172,8 +173,8 @@ def _index_of(records: list[Record], anomalies: list[Anomaly], step: int, run: R
         existing = sorted({record["step"] for _, record in trained})
         steps = f"steps {existing[0]} to {existing[-1]}" if existing else "no step"
         raise ConfigError(
-            f"replay: metrics.jsonl of {run.path} has no record of step {step} to compare with. It "
-            f"has {steps}: name one of these."
+            f"metrics.jsonl of {run.path} has no train record of step {step}. It has {steps}: name "
+            "one of these."
         )
     marked = [n for n in indices if any(_is_of(anomaly, records[n]) for anomaly in anomalies)]
     return (marked or indices)[-1]

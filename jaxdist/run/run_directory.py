@@ -21,7 +21,7 @@ START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 
 
 class RunDirectory:
-    """The files of one run. Process 0 writes them, but each process writes its own logs and arrays.
+    """The files of one run. Process 0 writes them, each process its own logs, traces and arrays.
 
     `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
     deep audit of a custom model, else "". `objective`: names of the objects that a Python program
@@ -105,8 +105,8 @@ class RunDirectory:
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return a line for each changed setting except `START_SETTINGS`.
 
-        If a resumed run's old file is missing or damaged, the only line reports that. Processes
-        other than 0 write nothing and return [].
+        If the old file is damaged, or a resumed run has none, the only line reports that.
+        Processes other than 0 write nothing and return [].
         """
         if not self.is_writer:
             return []
@@ -198,7 +198,7 @@ def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 _MAX_CANDIDATES = 30
-"""Maximum names in a bucket to check for runs; each costs two requests."""
+"""Maximum names of a bucket's folder to check for runs; each costs two requests."""
 
 
 def _runs_near(path: Location) -> str:

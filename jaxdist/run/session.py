@@ -72,7 +72,7 @@ class Session:
 
     It restores the newest valid checkpoint or initializes a new state. `preemption` handles signals
     from before jax starts, so none is lost. `budget`, None on CPUs, is checked after compilation.
-    `state`, sharded over the mesh, is the state after `step`, the last finished step. Each step
+    `state`, sharded over the mesh, is the state after `step`, the last dispatched one. Each step
     donates it.
 
     Raise ConfigError if the checkpoints do not fit the config or another run uses the directory.
@@ -215,8 +215,8 @@ class Session:
     def dispatch(self, batch: Batch) -> Metrics:
         """Dispatch the train step for a batch of arrays [global_batch_size, ...].
 
-        Return its metrics by name, replicated scalars [] that the devices still compute. Some calls
-        compile or wait for the devices.
+        Return its `Metrics`, replicated arrays that the devices still compute. Some calls compile
+        or wait for the devices.
         """
         limit = self.guard.update_limit(self.step + 1)
         if (stage := self.parts.in_stage(self.step)) is not self.stage:
@@ -262,9 +262,9 @@ class Session:
                 step=self.step,
                 parameters=names,
                 level=logging.WARNING,
-                message=f"no gradient in the first {self.step} steps: {few(names, 8)}. The loss "
-                "does not depend on these parameters. Freeze them (--optim.freeze), or correct "
-                "the model.",
+                message=f"no gradient in the first {self.step} steps: {few(names, 8)}. Unless all "
+                "these steps were skipped, the loss does not depend on these parameters. Freeze "
+                "them (--optim.freeze), or correct the model.",
             )
 
     def due_actions(self) -> StepActions:
@@ -364,7 +364,7 @@ class Session:
             self.monitor.event("sample", step=self.step, prompt=prompt, text=text, message=message)
 
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
-        """Save the state; training waits only for the copy to the host.
+        """Save the state as `Checkpointer.save` does, which may wait for the previous save.
 
         `metrics` are from an evaluation of this state, for `checkpoint.keep_best`. `due` is the
         kind of a scheduled save, else "". `force` waits until a run-directory save is committed.

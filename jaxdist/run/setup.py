@@ -75,13 +75,13 @@ class Parts:
         is_shrunk: True if an elastic run has fewer devices than its mesh setting.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
-        has_own_optimizer, has_own_schedule: whether they are objects of a Python program.
+        has_own_optimizer, has_own_schedule: a Python program replaces those of the settings.
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
         packed: True if rows have several documents; guessed from the settings until data is open.
-        check: result of comparing cuDNN's kernel with the reference; None = not compared.
+        checks: results of comparing kernels with their references.
         remat: the policy chosen by cost; None = as in the settings.
-        base: "digest" of the loaded initial weights, if adapters or preferences refer to them.
+        base: "digest" of the initial weights, if adapters or preferences refer to them.
         teacher: adds fields to each global batch, see `run/teacher.py`.
     """
 
@@ -145,7 +145,7 @@ class Parts:
 
     @functools.cached_property
     def moments(self) -> MomentStore | None:
-        """The store of optimizer moments, still empty; None if they are on the devices."""
+        """The store of offloaded optimizer moments; None if they are on the devices."""
         train, optim = self.config.train, self.config.optim
         if train.offload == "none":
             return None
@@ -162,7 +162,7 @@ class Parts:
         return MomentFiles(groups, train.offload_directory)
 
     def budget(self, host_of: Mapping[int, str] | None = None) -> Budget | None:
-        """Return the estimated memory of one GPU and its limit; None on CPUs."""
+        """Return the estimated memory of one GPU and its limit; None if unknown, as on CPUs."""
         own = None
         if self.has_own_optimizer:
             leaves = jax.tree.leaves(self.abstract_state().opt_state)
@@ -222,7 +222,7 @@ class Parts:
 
     @property
     def devices(self) -> list[Any]:
-        """Devices of the mesh: all devices of the job, unless an elastic run leaves some idle."""
+        """Devices of the mesh."""
         return list(self.layout.mesh.devices.flat)
 
     @property
@@ -250,7 +250,7 @@ class Parts:
 
     @property
     def tokens_per_unit(self) -> int:
-        """Positions per item that `unit` counts (token, image, example), including padding."""
+        """Tokens (images) per item that `unit` counts; those of an example include padding."""
         if self.unit == self.model.unit:
             return 1
         return self.config.train.seq_len * rows_per_example(self.model.objective)
@@ -299,11 +299,11 @@ class Parts:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None
     ) -> tuple[TrainState, dict[str, Any], int]:
-        """Return state, meta and step of a checkpoint, the newest by default, on this mesh.
+        """Return state, meta and step of a checkpoint, by default the newest valid, on this mesh.
 
         A copy of the parameters that only the settings have starts from them. One that only the
         checkpoint has is dropped. Both cases are logged. Layers are in execution order. Next to
-        adapters, the frozen weights are loaded from `init_from` again.
+        adapters, the frozen weights are those of `initial_params`.
         """
         target = self.without_base(self.abstract_state())
         stored = () if self.moments is None else [leaf.name for leaf in self.moments.leaves]
@@ -334,7 +334,7 @@ class Parts:
 
     @property
     def has_adapters(self) -> bool:
-        """Return whether checkpoints contain adapters only, and not the frozen weights."""
+        """Return whether the run trains adapters: checkpoints then lack the frozen weights."""
         return bool(self.config.lora.rank)
 
     def without_base(self, state: TrainState) -> TrainState:
@@ -406,7 +406,7 @@ class Parts:
         )
 
     def initial_params(self) -> Params:
-        """Return the weights of `init_from`, random ones for `reinit_params`; without adapters."""
+        """Return weights without adapters: of `init_from`, or random (unset, or reinitialized)."""
         path = self.config.init_from
         reinit = [*self.config.reinit_params, *replaced_head(self.config)]
         target = base_of(self.abstract_state().params)
@@ -428,7 +428,7 @@ class Parts:
         return self.stored_params(path, target, reinit) if path else target
 
     def stored_params(self, path: str, target: Params, reinit: Collection[str]) -> Params:
-        """Return weights read from `path` onto this mesh; those of a run are verified.
+        """Return weights of `path` on this mesh, those of a run verified by `checkpoint.verify`.
 
         `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. See
         `Checkpointer.restore_params`. Weights of Hugging Face are quantized before the next array
@@ -463,11 +463,11 @@ def assemble(
     model: Model | None = None,
     objective: Objective | None = None,
 ) -> Parts:
-    """Return the parts of a run on all devices of the job; nothing is compiled yet.
+    """Return the parts of a run on these devices; nothing is compiled yet.
 
     `needs_of` estimates memory, which determines the default mesh. `host_of` names the host of each
-    process; None = one host per process. `model` replaces the model of the settings, and
-    `objective` the objective of the model.
+    process; None = one host per process. `model` replaces that of the settings, and
+    `objective` any other.
     """
     if model is None:
         model = config.build_model()

@@ -27,7 +27,7 @@ def nonfinite_names(params: Params) -> list[str]:
 
 
 def check_finite(params: Params, path: str) -> None:
-    """Raise ConfigError for weights with NaN or Inf: every loss would be NaN."""
+    """Raise ConfigError if weights contain NaN or infinity; collective."""
     if names := nonfinite_names(params):
         raise ConfigError(
             f"weights of {path}: {few(names, 8)} contain NaN or Inf. Use earlier weights, or name "
@@ -36,7 +36,7 @@ def check_finite(params: Params, path: str) -> None:
 
 
 def check_operations(kind: str = "operations") -> None:
-    """Raise ConfigError if operations of a kind are wrong on a GPU; collective."""
+    """Raise ConfigError if operations are wrong on a process's first GPU; collective."""
     device = jax.local_devices()[0]
     wrong = wrong_operations(device, kind) if platform_of(device) == "gpu" else []
     fix = "Use --train.remat full, or install " if kind == "offload" else "Install "

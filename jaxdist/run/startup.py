@@ -135,7 +135,7 @@ def restore_or_init(
 
     Return the state, its step and the loader of the next batch. The losses of the guard and the
     counts of `early_stopping` are restored. `left_out` are the samples to skip after a rollback.
-    For a new state, the preflight of `checkpointer` is started; the caller finishes it before the
+    For a new run, the preflight of `checkpointer` is started; the caller finishes it before the
     first step.
     """
     config = parts.config
@@ -262,7 +262,7 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
 
 
 def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
-    """Return a warning if a resume increases the learning rate of the stored schedule, else ""."""
+    """Return a warning if another `train.steps` increases the rate of a resumed run, else ""."""
     total, now = stored.train.steps, parts.config
     if not step or total == now.train.steps or parts.has_own_schedule:
         return ""

@@ -40,7 +40,7 @@ class StepReporter:
     )
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
-        """Keep metrics, scalars [], of a dispatched step for `flush`; check its `state` if due."""
+        """Keep the metrics of a dispatched step for `flush`; start a due check of its `state`."""
         # The next batch advances the loader, so store the position of this batch now.
         self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)

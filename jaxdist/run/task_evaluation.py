@@ -83,7 +83,7 @@ def task_metrics(parts: Parts, params: Params, on_batch: Callable[[], None]) -> 
 
 
 def check_tasks(parts: Parts) -> None:
-    """Raise ConfigError if `eval.tasks` cannot be loaded, before their first evaluation."""
+    """Raise ConfigError if `eval.tasks` cannot run or load, before their first evaluation."""
     settings = parts.config.eval
     if not settings.tasks:
         return
@@ -209,8 +209,8 @@ class _RunModel:
         rows = [(tokens[-(self.max_length + 1) :], count) for tokens, count in rows]
         if long := [count for _, count in rows if count > self.max_length]:
             raise ConfigError(
-                f"{len(long)} continuations have more than the {self.max_length} positions of the "
-                "model. Use other tasks, or a model with longer rows."
+                f"{len(long)} continuations have more than {self.max_length} tokens, the longest "
+                "rows of this model. Use other tasks, or a model with longer rows."
             )
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)

@@ -123,7 +123,7 @@ def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> 
 
 
 def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decoder:
-    """Return a decoder with these parameters, a tree of arrays sharded as in training."""
+    """Return a decoder with these parameters, in model order and sharded over the mesh."""
     return Decoder(parts.model, params, parts.layout, parts.plan, settings)
 
 
@@ -207,7 +207,7 @@ _BUCKET = 64
 class Decoder:
     """A model with its weights that continues prompts; compiles for each shape of padded prompts.
 
-    The model has `decoding`. `params` are sharded over the mesh as in training. Products use the
+    The model has `decoding`. `params` are in model order, sharded over the mesh. Products use the
     compute dtype of the plan.
     """
 
@@ -242,13 +242,13 @@ class Decoder:
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Return logits, float32 [batch, length, vocab], of tokens, int32 [batch, length]."""
-        width = self._round_up(tokens.shape[1])
-        tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+        length, width = tokens.shape[1], self._round_up(tokens.shape[1])
+        tokens = np.pad(tokens, ((0, 0), (0, width - length)))
         positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
         cache = self._new_cache(len(tokens), width)
         inputs = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
         logits, _ = self._decode(self._params, cache, *inputs)
-        return np.asarray(logits)
+        return np.asarray(logits)[:, :length]
 
     def tokens(
         self,

@@ -53,7 +53,7 @@ class TrainedRun:
     _parts_of: dict[bool, Parts] = dataclasses.field(default_factory=dict, init=False)
 
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
-        """Return the weights of a checkpoint, sharded as in training.
+        """Return the weights of a checkpoint in model order, sharded over the run's mesh.
 
         The default is the opened checkpoint, or the newest valid one. `kind` is as in
         `Checkpointer.restore_params`. Raise ConfigError if the checkpoint does not exist, has
@@ -151,10 +151,10 @@ def open_run(
 ) -> TrainedRun:
     """Return a run, opened to evaluate or generate on any mesh, device count or machine.
 
-    `path` may be a checkpoint inside the run. The settings come from it, from the checkpoint
-    of `step`, or from the newest one. Mesh "auto" is one device; `simulate=0` uses the real
-    devices; `train` replaces settings of that section; `repeats_steps` keeps the schedules of
-    batches, which may be illegal on another mesh. The others are as in `Program`.
+    `path` may be a checkpoint inside the run. The settings are those of the newest intact
+    checkpoint up to it or `step`, else of config.toml. Mesh "auto" is one device; `simulate=0`
+    uses the real devices; `train` replaces settings of that section; `repeats_steps` keeps the
+    schedules of batches, which may be illegal on another mesh. The others are as in `Program`.
     """
     run, named = run_at(path)
     config = settings_of_run(run, step if named is None else named)

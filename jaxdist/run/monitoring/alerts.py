@@ -114,7 +114,7 @@ class Alerts:
         self._slow = {(one.process, one.cause) for one in slow}
 
     def mfu(self, mfu: float | None) -> None:
-        """Warn, once per run, if the MFU is above 1; None = unknown."""
+        """Warn, once per start, if the MFU is above 1; None = unknown."""
         if mfu is None or mfu <= 1.0 or self._warned_of_mfu:
             return
         self._warned_of_mfu = True
@@ -162,7 +162,7 @@ class ExpertLoads:
         self._dropping = False
 
     def add(self, sums: Mapping[str, Any], weight: float) -> None:
-        """Add a step's sums: tokens [layers, experts], statistics × `weight` [layers]."""
+        """Add a step's sums of layers with experts: tokens [layers, experts], others [layers]."""
         sums = dict(sums)
         self._counts = self._counts + np.asarray(sums.pop("expert_tokens"), np.float64)
         self._weight += weight
@@ -198,8 +198,8 @@ class ExpertLoads:
                 layer=layer,
                 dropped=float(dropped[layer]),
                 level=logging.WARNING,
-                message=f"the experts of layer {layer} dropped {percent(dropped[layer])} of "
-                f"their tokens in {self._num_steps} steps. Raise capacity_factor or balance_loss "
+                message=f"layer {layer} of those with experts dropped {percent(dropped[layer])} of "
+                f"its tokens in {self._num_steps} steps. Raise capacity_factor or balance_loss "
                 "in model.router.",
             )
         unused = set(zip(*(index.tolist() for index in np.nonzero(loads == 0)), strict=True))
@@ -211,8 +211,8 @@ class ExpertLoads:
                 step=step,
                 experts=[list(pair) for pair in new],
                 level=logging.WARNING,
-                message=f"no token reached these experts in {self._num_steps} steps: {named}{more}"
-                ". Raise balance_loss in model.router, or lower the learning rate.",
+                message=f"no token reached these in {self._num_steps} steps: {named}{more}"
+                " of layers with experts. Raise balance_loss in model.router, or lower peak_lr.",
             )
         self._unused |= unused
         self._counts, self._sums, self._weight, self._num_steps = 0.0, {}, 0.0, 0

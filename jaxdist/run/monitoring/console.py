@@ -57,10 +57,10 @@ def step_line(
     eta_s: float | None,
     metrics: Sequence[str],
 ) -> str:
-    """Return one aligned line for a step, from its record in metrics.jsonl.
+    """Return one aligned line for a step, from its record with median rates.
 
-    If the line exceeds 80 columns (120 with several devices), numbers are dropped: first the step
-    time, then those of `metrics` that the model added, then the learning rate.
+    If the line exceeds 80 columns (120 with several devices), numbers are dropped by priority, the
+    step time first, but three stay.
     """
     short = UNITS.get(unit, unit)
     wide = num_devices > 1
@@ -203,7 +203,7 @@ def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> li
         ("spent", ", ".join(spent)),
         ("idle", "\n".join(idle_lines(summary))),
         *(("slow", line) for line in slow),
-        ("memory", f"{in_bytes(memory)} peak on the fullest device" if memory else ""),
+        ("memory", f"{in_bytes(memory)} peak on process 0's fullest device" if memory else ""),
         ("problems", ", ".join(problems) + " (events in metrics.jsonl)" if problems else ""),
         *(("profile", _describe_trace(trace)) for trace in summary.get("profiles", [])),
         ("checkpoint", str(summary.get("checkpoint", ""))),
@@ -246,7 +246,7 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines that explain if devices were busy, or steps took, under 80 % of the time."""
+    """Return lines that explain if devices had work, or steps took, under 80 % of the time."""
     lines = []
     busy = summary.get("busy_share", 1.0)
     if busy < _BUSY:
@@ -259,7 +259,7 @@ def idle_lines(summary: Mapping[str, Any]) -> list[str]:
             else "log less often, or give the host more cores"
         )
         lines.append(
-            f"devices were idle in {percent(1 - busy)} of the step time: "
+            f"devices ran out of work in {percent(1 - busy)} of the step time: "
             f"{', '.join(causes)} ({advice})"
         )
     steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)

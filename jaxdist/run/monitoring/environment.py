@@ -80,7 +80,7 @@ def nvidia_versions() -> dict[str, str]:
 
 
 def repositories() -> list[dict[str, Any]]:
-    """Return root, commit and `dirty` of the git repositories of jaxdist and this directory."""
+    """Return root, commit, `dirty` of the git repositories of jaxdist and the working directory."""
     package = Path(__file__).parents[1]
     # A package in a virtual environment inside a repository is not code of that repository.
     is_source = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
@@ -117,7 +117,7 @@ class GpuStats:
         try:
             self._handles = self._open(devices, environ)
         except Exception as failure:  # an unreadable GPU must never end a run
-            log(f"GPU power and temperature are not recorded: {failure}")
+            log(f"GPU power, temperature etc. are not recorded: {failure}")
 
     def _open(self, devices: Sequence[Any], environ: Mapping[str, str]) -> list[Any]:
         if devices[0].platform != "gpu":

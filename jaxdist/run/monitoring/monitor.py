@@ -45,7 +45,7 @@ class Monitor:
 
     Args:
         unit: `Parts.unit`, which names the rates (`tokens_per_s`, `images_per_s` ...).
-        compute_dtype: dtype of matrix products, for the peak FLOP/s of a known device.
+        compute_dtype: dtype of the peak FLOP/s of a known device, also with narrower products.
         devices: all devices of the job; `jax.devices()` by default.
         trace_requested: returns whether a trace was requested since the last call.
         on_record: called with each train and eval record, on every process.
@@ -142,12 +142,12 @@ class Monitor:
     ) -> dict[str, Any]:
         """Report a step; call it on every process.
 
-        It reads the metrics, replicated scalars [], from the devices, which blocks until they
-        exist. `tokens` is the number of `unit` in the step over the job. `step_time_s` includes
-        both waits; `device_wait_s` None = not measured. `link` is the ledger entry; `row_sources`
-        are the sources of its rows, for loss and tokens of each source. `stage` has
-        `global_batch_size`, `seq_len` and `flops_per_token` of the step if these change.
-        Return the metrics as Python numbers; those that are means over no labels are None.
+        It reads the metrics (`Metrics`) from the devices, which blocks until they exist. `tokens`
+        is the number of `unit` in the step over the job. `step_time_s` includes both waits;
+        `device_wait_s` None = not measured. `link` is the ledger entry; `row_sources` are the
+        sources of its rows, for loss and tokens of each source. `stage` has `global_batch_size`,
+        `seq_len` and `flops_per_token` of the step if these change. Return the scalar metrics as
+        Python numbers; those that are means over no labels are None.
         """
         metrics = dict(metrics)
         by_layer = metrics.pop("layer_statistics", None)

@@ -4,8 +4,8 @@ A trace slows steps down and takes megabytes per step, so it is off by default. 
 the steps of `monitoring.profile`. A process that receives SIGUSR2 traces its own next steps, e.g.
 to examine a straggler.
 
-On GPUs, times are read from the trace. NCCL kernels count as communication. Communication that
-overlaps with no other kernel is exposed. Traces of CPU devices contain no kernels.
+On GPUs, times are read from the trace. Kernels of collectives are communication, exposed while no
+other kernel runs. Traces of CPU devices contain no kernels.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _slow(
         fix = "Check for other programs on its cores."
     text = (
         f"process {process} on {one['host']} delays the others: in {late} of {steps} steps it "
-        f"{activity}, {1e3 * (data_s + host_s):.0f} ms more than they do "
+        f"{activity}, and is {1e3 * (data_s + host_s):.0f} ms slower than they are "
         f"({percent(lost_s / median_step_s, 0)} of the time). {fix}"
     )
     return Straggler(process, str(one["host"]), cause, lost_s, text)
@@ -231,7 +231,7 @@ def _slow_clock(
         return None
     text = (
         f"a GPU of process {process} on {one['host']} runs at {one['gpu_clock_mhz']:.0f} MHz, "
-        f"the others at {median:.0f}"
+        f"the median of the others is {median:.0f}"
     )
     for name, words in (("gpu_temperature_c", "{:.0f} °C"), ("gpu_power_w", "{:.0f} W")):
         if name in one:

@@ -52,7 +52,7 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median tokens (images, examples) per second of the job over `window_steps` steps."""
+        """Median tokens (images, examples) per second of the job, last `window_steps` steps."""
         return _median(self._rates[-self._window_steps :])
 
     @property

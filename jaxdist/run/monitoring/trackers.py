@@ -37,10 +37,10 @@ _FINISH_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of a run, equal after every restart.
+    """Identity of a run.
 
-    `run_id` has 16 hex digits; `settings` are dotted name -> value. A tracker may write files to
-    the run's `directory`.
+    `run_id`, 16 hex digits, stays equal at a restart; `settings` are dotted name -> value. A
+    tracker may write files to the run's `directory`.
     """
 
     run_id: str

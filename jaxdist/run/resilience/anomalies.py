@@ -1,4 +1,4 @@
-"""Loss anomalies: losses that are not finite, or far above the ones before."""
+"""Anomalies: a loss or gradient norm that is not finite, or a loss far above those before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Anomaly:
 
     `kind` is the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike". `limit`
     is the loss above which the step was a spike; inf = none. `action` is report, skip, rollback or
-    stop, by the policy. `rows` are the dataset rows of its batch (`Loader.rows`). `left_out` are
+    stop, by the policy. `rows` are those of its batch, see `Loader.rows`. `left_out` are
     the sample ranges [first, end) that earlier rollbacks skipped.
     """
 
@@ -73,7 +73,7 @@ class Anomaly:
         return (*before, (self.first_sample, self.first_sample + self.num_samples))
 
     def is_bad(self, values: Mapping[str, float]) -> bool:
-        """Return whether loss or norm of a replay is not finite, or for a spike above `limit`."""
+        """Return whether a replay is not finite, or for a spike has a loss above `limit`."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
         return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit
@@ -88,7 +88,7 @@ class Rollback(Exception):
 
 
 class Stopped(FloatingPointError):
-    """Raised to end a run with bad losses. A restart would repeat them."""
+    """Raised to end a run with bad losses or weights. A restart would repeat them."""
 
     exit_code = runtime.EXIT_DIVERGED
 

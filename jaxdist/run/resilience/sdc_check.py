@@ -146,7 +146,7 @@ class SdcCheck:
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
-        """Return replicas with different hashes, uint32 [num_devices, num_arrays], or None."""
+        """Return replicas that differ in `hashes`, uint32 [num_devices, num_arrays], or None."""
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):

@@ -301,7 +301,7 @@ def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | Non
     """Return one line that names the process that is behind, from heartbeats some beats apart.
 
     Report the first that exists: processes without a new heartbeat; processes that finished fewer
-    steps; processes in another phase while the others wait in a step. Otherwise none is behind.
+    steps; processes in another phase than the others. Otherwise none is behind.
     """
     if stopped := silent_processes(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
