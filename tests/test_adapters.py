@@ -275,6 +275,8 @@ def test_invalid_settings_are_reported_together(base_of):
     problems = [*problems_of(config.lora, "lora"), *config.problems()]
     for name in ("q_prj", "q_proj", "lm_head", "'v_proj'", "'x'", "optim.freeze"):
         assert any(name in problem for problem in problems), name
+    (group,) = LoraConfig(rank=4, ranks=["attention=8"]).run_problems(config.model)
+    assert "q_proj" in group and "Did you mean attention" not in group
     alone = problems_of(LoraConfig(targets=["mlp"], alpha=2.0), "lora")
     assert len(alone) == 2 and all("lora.rank" in problem for problem in alone)
 

@@ -403,6 +403,9 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "another format": (
             write_config(VARIANTS["gpt_oss"], "float32"),
             {"quantization_config": {"quant_method": "fp8"}}, 'quant_method="fp8"'),
+        "no object": (
+            write_config(VARIANTS["gpt_oss"], "float32"), {"quantization_config": "mxfp4"},
+            'quantization_config="mxfp4" is not an object'),
         "DeepSeek-V3": ({"model_type": "deepseek_v3"}, {}, "latent attention"),
         "layers of Qwen": (
             write_config(VARIANTS["qwen3_moe"], "float32"), {"decoder_sparse_step": 9},

@@ -12,6 +12,8 @@ from commands import ROOT, losses, records, run
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import stored_run
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.scaled import scaled_model
 from jaxdist.models.weights import num_params
 from jaxdist.settings.sources import NAMED_FILES
 from jaxdist.train import main as train
@@ -46,8 +48,16 @@ def test_architecture_is_that_of_the_config(config, capsys):
         assert small.data.tokenizer_name == ("bytes" if is_bytes else "code")
         line = capsys.readouterr().err
         assert run.name in line and (is_bytes or f"{run.model.vocab_size:,}" in line)
+        assert ("take longer" in line) == (run.model.vocab_size > small.model.vocab_size)
     assert bool(small.lora.rank) == bool(run.lora.rank)
     assert small.optim.optimizer == run.optim.optimizer
+
+
+def test_every_mlp_is_scaled():
+    widths = dict(mlp_dim=1024, shared_expert_dim=2048, dense_mlp_dim=4096)
+    model = DecoderConfig(d_model=1024, num_experts=4, dense_layers=[0], **widths)
+    small = scaled_model(model, 256, 64)
+    assert {name: 8 * getattr(small, name) for name in widths} == widths
 
 
 def test_flags_override_the_small_run():

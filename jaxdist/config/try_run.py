@@ -21,8 +21,8 @@ def scaled_down(run: RunConfig) -> RunConfig:
     """Return a small run of the same architecture on data that every machine has.
 
     Family, norm, positions, activation, ratio of query to key/value heads, ratio of the widths,
-    modules with adapters and update rule are those of `run`. Mesh, batch, steps, learning rate,
-    data and precision are not.
+    modules with adapters and update rule are those of `run`. Mesh, batch, steps, AdamW's learning
+    rate, data and precision are not.
     """
     is_text = run.model.reads == "text"
     steps = 100 if is_text else 60
@@ -53,7 +53,7 @@ def describe(run: RunConfig, small: RunConfig) -> str:
         return f"--try: {run.name}, {small.train.steps} steps on generated images"
     tokenizer = data.tokenizer_name
     reason = f"a vocabulary of {full.vocab_size:,} would take longer"
-    why = "" if tokenizer == "bytes" else f", because {reason}"
+    why = f", because {reason}" if full.vocab_size > model.vocab_size else ""
     return (
         f"--try: {run.name} with {model.num_layers} layers of width {model.d_model}, "
         f"{model.num_heads} heads and {model.kv_heads} key/value heads, {small.train.steps} steps "

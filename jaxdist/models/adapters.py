@@ -162,7 +162,6 @@ class LoraConfig:
         if not isinstance(model, DecoderConfig):
             return self._other_problems(model)
         names = list(dict.fromkeys(n for one in products_of(model).values() for n in one.names))
-        allowed = ["attention", "mlp", *names]
         ranked = [text.partition("=")[0] for text in self.ranks]
         problems = []
         merged = parameter_targets(self, model)
@@ -170,18 +169,18 @@ class LoraConfig:
             problems.append(
                 f"lora.dropout={self.dropout} and lora.variant={self.variant!r} with adapters of "
                 f"experts or routers ({', '.join(merged)}), which have neither dropout nor DoRA. "
-                "Use --lora.targets attention, or dropout=0 and another variant."
+                "Use --lora.targets attention, or dropout=0 without DoRA."
             )
         if wrong := [i for i in self.token_ids if not 0 <= i < model.vocab_size]:
             problems.append(
                 f"lora.token_ids has {', '.join(map(str, wrong))}: tokens are 0 to "
                 f"{model.vocab_size - 1}. Add new ones with convert add-tokens."
             )
-        for setting_name, unknown in (
-            ("targets", [name for name in self.targets if name not in allowed]),
-            ("ranks", [name for name in ranked if name not in names]),
+        for setting_name, names_set, allowed in (
+            ("targets", self.targets, ["attention", "mlp", *names]),
+            ("ranks", ranked, names),
         ):
-            for name in unknown:
+            for name in (name for name in names_set if name not in allowed):
                 near = difflib.get_close_matches(name, allowed, 1)
                 is_outer = any(part in name for part in ("embed", "head", "wte", "wpe"))
                 why = "embeddings and head have no adapters" if is_outer else "no such module"

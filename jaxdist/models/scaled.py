@@ -1,4 +1,4 @@
-"""Scale a model down to train within a minute on two CPU cores."""
+"""Scale a model down for `--try`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConf
     queries_per_kv = max(1, model.num_heads // model.kv_heads)
     num_kv_heads = max(1, _HEADS // queries_per_kv)
     num_heads = num_kv_heads * queries_per_kv
+    scaled = lambda width: width and _multiple_of_8(_WIDTH * width / model.d_model)
     attention_width = _WIDTH * model.num_heads * model.head_width / model.d_model
     return dataclasses.replace(
         model,
@@ -35,7 +36,9 @@ def scaled_model(model: ModelConfig, vocab_size: int, seq_len: int) -> ModelConf
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_multiple_of_8(attention_width / num_heads),
-        mlp_dim=_multiple_of_8(_WIDTH * model.mlp_dim / model.d_model),
+        mlp_dim=scaled(model.mlp_dim),
+        shared_expert_dim=scaled(model.shared_expert_dim),
+        dense_mlp_dim=scaled(model.dense_mlp_dim),
         max_seq_len=seq_len if model.positions == "learned" else model.max_seq_len,
         sliding_window=min(model.sliding_window, seq_len // 2),
         query_pre_attn_scalar=0,

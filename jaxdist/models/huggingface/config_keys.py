@@ -86,7 +86,7 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }
-"""Keys of one family."""
+"""Family -> types of its further keys."""
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0, num_key_value_heads=None,
@@ -147,7 +147,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
 
 _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
                  "attn_logit_softcapping")  # fmt: skip
-"""Keys for which null disables the feature; others with a default may not be null."""
+"""Keys that may be null; others with a default may if that is null, false, 0 or []."""
 
 GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
 MIXED: Mapping[str, int] = {**GEMMAS, "gpt_oss": 2}
@@ -226,7 +226,7 @@ _HARMLESS = frozenset(
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
 """Keys that do not affect the forward pass, except for rounding (`reorder_and_upcast_attn` and
-`pretraining_tp`) and the number of labels of a classifier."""
+`pretraining_tp`) and the head of a classifier."""
 
 _HARMLESS_IN_FAMILY = {
     ("phi3", "auto_map"),
@@ -242,7 +242,7 @@ Qwen2-MoE has a window only with `use_sliding_window`; gpt-oss has second names 
 
 
 def key_problems(hf: Any, family: str) -> list[str]:
-    """Return the errors of the keys of a `config.json`, defaults included, one line each."""
+    """Return errors of a `config.json` with defaults; of RoPE only if there are no others."""
     sizes = GPT2_SIZES if family == "gpt2" else LLAMA_SIZES
     needed = {name: int for name in sizes if name not in DEFAULTS[family]}
     errors = [
@@ -275,11 +275,12 @@ def key_problems(hf: Any, family: str) -> list[str]:
         elif value not in _ONLY[name]:
             only = " or ".join(map(_short, _ONLY[name] or (None,)))
             errors.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
-    method = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    quantized = hf.get("quantization_config")
+    method = quantized.get("quant_method", "mxfp4") if isinstance(quantized, dict) else "mxfp4"
     if method != "mxfp4":
-        errors.append(f"quant_method={_short(method)} is not supported: only mxfp4 is.")
+        errors.append(f"quant_method={_short(method)} is not supported: only gpt-oss's mxfp4 is.")
     if family in ("llama", "olmo2") and hf.get("sliding_window"):
-        errors.append(f"{family} has no sliding_window. Use model_type=mistral if it does.")
+        errors.append(f"{family} has no sliding_window. Use mistral if the model has.")
     return errors or ([] if family == "gpt2" else _rope_problems(hf))
 
 
@@ -375,7 +376,7 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
 
 
 def _layer_type_problems(kinds: Any, hf: Mapping[str, Any], family: str) -> list[str]:
-    """Return an error unless all layers are equal or, in `MIXED`, every n-th has no window."""
+    """Return an error unless all layers have the usual type or, in `MIXED`, each n-th no window."""
     if family in MIXED:
         if isinstance(kinds, list) and full_every(hf, family):
             return []
