@@ -280,7 +280,7 @@ WRONG = {
         lambda p: (p / "model.safetensors").write_bytes(
             (p / "model.safetensors").read_bytes()[:-9]
         ),
-        "is not a complete safetensors file",
+        "cannot be read as safetensors",
     ),
 }
 

@@ -90,7 +90,7 @@ def read_elsewhere(
 ) -> C:
     """Return the settings of a command that needs no files of the run.
 
-    Its rules are checked with these `changes`, except those of the data.
+    The run's rules, except of data, are checked with these `changes` and without its paths.
     """
     config = read_settings(
         cls,
@@ -118,7 +118,7 @@ def _small_run(argv: Sequence[str], command: str) -> tuple[RunConfig, list[str]]
 
 
 def _with_lasting_names(run: RunConfig) -> RunConfig:
-    """Return settings for all starts: absolute paths, commits of hub names, the text format."""
+    """Return settings with commits of hub names, some absolute paths, and the run's text format."""
     directory = run.named_directory
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))
@@ -315,8 +315,8 @@ def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> Ru
         return parse_run(text, str(run))
     if not (run / "config.toml").exists():
         raise ConfigError(
-            f"{run} has no config.toml, and its checkpoints store no settings. Name a complete run "
-            "directory."
+            f"{run} has no config.toml, and no usable checkpoint stores settings. Name a complete "
+            "run directory."
         )
     return stored_run(run / "config.toml")
 

@@ -1,6 +1,6 @@
 """A run on fewer devices than in its mesh: adapted mesh, microbatches and evaluation batches.
 
-A step computes the same result: the global batch, its rows and their order do not change. The batch
+A step's result changes by rounding only: the global batch, its rows and their order stay. The batch
 is split into more microbatches, so a device never processes more rows at a time. A device may
 store a larger part of the state; `shrink_reason` reports this.
 """
@@ -24,8 +24,8 @@ RunConfig: TypeAlias = Any
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:
     """Return settings with which a run continues on the available devices.
 
-    The settings are unchanged if `mesh.elastic` is off or no device is missing. Otherwise
-    `mesh.shape` is the smaller mesh, which may leave devices idle; see `shrink_reason`.
+    They are unchanged if `mesh.elastic` is off, `mesh.shape` is auto or no device is missing.
+    Otherwise `mesh.shape` is the smaller mesh, which may leave devices idle; see `shrink_reason`.
     """
     full = config.mesh.spec
     if not config.mesh.elastic or full is None or num_devices >= full.num_devices:
@@ -65,7 +65,8 @@ def fit_device_list(
         raise ConfigError(
             f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
             f"devices of {num_processes} processes, but a job of several processes needs all its "
-            f"devices. Start {count}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
+            f"devices. Start {count} processes, or let jaxdist.launch choose: --nproc-per-node "
+            "MIN:MAX."
         )
     return fitted, devices[:used]
 

@@ -152,7 +152,7 @@ class RunConfig:
     }
 
     def problems(self) -> list[str]:
-        """Return an error for each violated rule of the top level and between sections."""
+        """Return errors of the top level and, if sizes are valid, between sections."""
         problems = self._path_problems() + self._init_problems()
         # Values out of bounds would cause further errors below.
         if not 0 <= self.simulate <= _MAX_SIMULATED:
@@ -225,7 +225,7 @@ class RunConfig:
         return self.objective.precomputes(has_adapters=bool(self.lora.rank))
 
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
-        """Return an error for each rule of a mesh that model, batch or sequence violates.
+        """Return errors of a mesh for model and batches, or else for the stages of schedules.
 
         A custom model has dims only once it is built: pass it as `model` to check them.
         """
@@ -270,7 +270,7 @@ class RunConfig:
         return problems
 
     def _schedule_problems(self) -> list[str]:
-        """Return an error for each setting that needs rows of one length."""
+        """Return an error for each setting that `train.seq_schedule` excludes."""
         data, train = self.data, self.train
         reasons = {
             f"model.kind={self.model.kind}": self.model.is_user_model or self.model.reads != "text",
@@ -384,8 +384,8 @@ class RunConfig:
         problems = []
         if not re.fullmatch(r"[\w][\w.+-]*", self.name):
             problems.append(
-                f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
-                "run directory. Use run_dir for a path."
+                f"name={self.name!r} must be one word of letters, digits, _ and, after the first, "
+                ". + -: it names the run directory. Use run_dir for a path."
             )
         urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
         urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
@@ -417,7 +417,7 @@ class RunConfig:
         return problems
 
     def _init_problems(self) -> list[str]:
-        """Return an error for each model setting that contradicts the weights of `init_from`."""
+        """Return an error for each setting that contradicts a Hugging Face model of `init_from`."""
         if self.reinit_params and not self.init_from:
             return [
                 f"reinit_params={self.reinit_params} without init_from: all weights are random. "
@@ -461,7 +461,7 @@ class RunConfig:
         if self.lora.rank and self.precision.matmul_dtype != "auto":
             problems.append(
                 f"precision.matmul_dtype={self.precision.matmul_dtype!r} with lora.rank: products "
-                "of adapters are not computed in 8 bits. Leave one of them out."
+                "of adapters have no such format. Leave one of them out."
             )
         return problems
 
@@ -486,8 +486,8 @@ class RunConfig:
                 )
             if reads == "images" and (source == "stdlib" or exists) and not is_cifar(source):
                 problems.append(
-                    f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
-                    "images. Name the folder of data_batch_1, or use --model decoder."
+                    f"data.sources has {source!r}, which is not a CIFAR-10 folder: this model "
+                    "reads images. Name the folder of data_batch_1, or use --model decoder."
                 )
         return problems
 

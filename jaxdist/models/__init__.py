@@ -46,7 +46,7 @@ def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
         model = factory(seq_len=seq_len, **config.args)
     except TypeError as error:
         raise ConfigError(
-            f"model.factory={config.factory!r} rejected its arguments: {error}. It is called "
+            f"model.factory={config.factory!r} raised TypeError: {error}. It is called "
             f"with seq_len and model.args = {sorted(config.args)}."
         ) from error
     if not isinstance(model, Model):

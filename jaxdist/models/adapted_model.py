@@ -175,8 +175,8 @@ def _named_plans(config: LoraConfig, model: Model) -> dict[str, tuple[Adapter, .
         matching = {n: w for n, w in free.items() if fits(n, pattern)}
         if not matching:
             problems.append(
-                f"lora.targets has {target!r}, which matches no matrix of {model.name}. It has "
-                f"{', '.join(free) or 'none'}."
+                f"lora.targets has {target!r}, which matches no matrix that may have adapters. "
+                f"{model.name} has {', '.join(free) or 'none'}."
             )
         for name, w in matching.items():
             if not 0 < count < num_dims(w):

@@ -23,9 +23,9 @@ from jaxdist.settings import ConfigError
 class Adapter:
     """Constants of an adapter: its module, rank, factor, and its part of the weight's outputs.
 
-    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer; size
-    0 = all entries of this device. `num_inputs` are those of all devices. `layer` is as in
-    `adapters.Product`.
+    Its outputs are `size` entries from `start` on, along dim `dim` of the weight of one layer or
+    expert; size 0 = all entries of this device. `num_inputs` are those of all devices. `layer` is
+    as in `adapters.Product`.
     """
 
     module: str
@@ -57,7 +57,7 @@ class AdaptedWeight(CompositeWeight, abc.ABC):
 
     @abc.abstractmethod
     def merged(self) -> Array:
-        """Return the base weight with the adapters merged in, float32 [*dims of the base]."""
+        """Return the base with the trained arrays merged in, float32 [*dims of the base]."""
 
     @abc.abstractmethod
     def with_start(self) -> AdaptedWeight:
@@ -149,7 +149,7 @@ class LoraWeight(AdaptedWeight):
         return checkpoint_name(y, ADAPTED)
 
     def _squares(self, part: Adapter, num_inputs: int) -> Array:
-        """Return the squared norm of base + scale·A·B over its inputs, float32 [*outputs].
+        """Return the squared norm of base + scale·A·B over local inputs, float32 [*outputs].
 
         It is a constant for the gradient (Liu et al. 2024, "DoRA", section 4.3). The sum is not
         formed: with G = AᵀA, it is ‖W‖² + 2·scale·⟨B, AᵀW⟩ + scale²·⟨B, G·B⟩ for each output.
@@ -270,7 +270,7 @@ def with_dropout(context: Context, rate: float, rows: Array) -> Context:
 def keep_mask(key: Array, rate: float, rows: Array, positions: Array, inputs: Array) -> Array:
     """Return bool [rows, positions, inputs]: False with probability `rate`.
 
-    The arguments are int32 indices in the global batch, in the row, and in the layer's inputs. An
+    The last three are int32 indices in the global batch, in the row, and in the layer's inputs. An
     element depends only on the key and its own indices, so every mesh draws the same mask.
     """
     fold = jax.random.fold_in
@@ -295,7 +295,7 @@ class TokenRows(AdaptedWeight):
     dim: int = dataclasses.field(metadata={"static": True})
 
     def complete(self, first: Any = 0) -> Array:
-        """Return the base [*dims] with the rows written to it; its first token is `first`."""
+        """Return the base [*dims] with the rows written to it; `first` is its first token."""
         size = self.base.shape[self.dim]
         own = jnp.asarray(self.ids, jnp.int32) - first
         # Rows of other devices are dropped. Distinct indices avoid an index per weight in backward.

@@ -35,7 +35,7 @@ def image_classifier(
     image = (config.image_size, config.image_size, IMAGE_CHANNELS)
 
     def head(params: Params, _: None, batch: Batch, context: Context) -> tuple[Array, Sums]:
-        """Return logits [batch, classes] and batch statistics."""
+        """Return logits [batch, classes], and batch statistics or {}."""
         network = bind(params)
         logits = network(batch["images"].astype(context.dtype), context)
         return logits, layers.batch_statistics(network, context)

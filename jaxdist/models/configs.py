@@ -13,7 +13,7 @@ from jaxdist.models.expert_settings import ExpertSettings, repeated_block
 from jaxdist.settings import setting
 
 VOCAB_MULTIPLE = 64
-"""Rows of tables are padded to a multiple of this, so that tensor axes of 2, 4, ... divide them."""
+"""The vocabulary is padded to a multiple of this, so that tensor axes of 2, 4, ... divide it."""
 
 ROPE_SCALING: Mapping[str, Mapping[str, float | bool | None]] = {
     "linear": {"factor": None},
@@ -46,7 +46,7 @@ _NOT_IN_CUDNN = {
 }
 
 _SMALL_VOCAB, _SMALL_WIDTH = 256, 8
-"""Vocabulary of a shrunken model; width of its heads, and of its MLP per device."""
+"""Sizes to which a model is shrunk: vocabulary; width of heads, and of the MLP per device."""
 
 
 class _ModelDefaults:
@@ -94,7 +94,7 @@ class _ModelDefaults:
         return AttentionCall()
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most `num_layers` repeated blocks and small widths."""
+        """Return a smaller model to check a mesh; by default this one."""
         del num_layers, multiple
         return self
 
@@ -329,7 +329,7 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     }
 
     def shrunken(self, *, num_layers: int, multiple: int) -> Self:
-        """Return this model with at most `num_layers` repeated blocks and small widths."""
+        """Return this model with at most `num_layers` repeated blocks, small d_model and MLP."""
         d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
         is_wide = self.d_model > d_model
         return dataclasses.replace(

@@ -218,10 +218,10 @@ def _make_decoding(
 
 
 def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:
-    """Return forward and backward FLOPs per token: 6 per matrix weight, plus attention.
+    """Return forward and backward FLOPs per token: 6 per active matrix weight, plus attention.
 
-    "causal" counts S²/2 of attention (causal mask), "full" S² (Chowdhery et al. 2022, "PaLM",
-    appendix B). A head of logits is included, tied or not, without vocabulary padding.
+    "causal" counts S²/2 of attention, "full" S², both less with a window (Chowdhery et al. 2022,
+    "PaLM", appendix B). Logits are included, tied or not, without padding.
     """
     used = lambda w: w.size * (config.active_experts if "experts" in w.dims else 1.0)
     in_layers = lambda w: w.is_stacked or w.name.startswith("first_layers")
@@ -307,7 +307,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Return the residual stream [batch, n, d_model] and the layer's cache plus n positions."""
+        """Return the residual stream [batch, n, d_model] and the layer's updated cache."""
         before = self._normed("attention_norm", x)
         branch, cache = self.attention.decode(before, cache, aux, context)
         x = x + self._normed("attention_out_norm", context.leave(branch))

@@ -51,7 +51,7 @@ _CHOICES = {"scores": ("softmax", "sigmoid"), "balance_scope": ("row", "batch")}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSettings:
-    """A mixture of experts in place of each MLP; `mlp_dim` is the width of one expert."""
+    """A mixture of experts in place of MLPs; `mlp_dim` is the width of one expert."""
 
     num_experts: int = setting(
         0, "number of experts per layer, of width mlp_dim (Mixtral 8); 0 = one MLP", ge=0
@@ -133,7 +133,7 @@ class ExpertSettings:
         elif len(dense) == num_layers:
             problems.append(
                 f"model.dense_layers names all layers of num_layers={num_layers}: none has the "
-                f"experts of model.num_experts={self.num_experts}. Set it to 0."
+                f"experts of model.num_experts={self.num_experts}. Omit a layer."
             )
         if dense and full_attention_every:
             problems.append(

@@ -50,7 +50,7 @@ def bias_increments(config: DecoderConfig, sums: Sums) -> Params:
 
 
 class Experts(nnx.Module):
-    """MLPs of which each token uses the `experts_per_token` with the highest scores.
+    """MLPs of which a router chooses `experts_per_token` for each token.
 
     Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al.
     2021, "Switch Transformers", section 2.2 (capacity, balance loss); Qiu et al. 2025, "Demons in
@@ -118,7 +118,7 @@ class Experts(nnx.Module):
         return routing, self._sums(logits, scores, chosen, flags, aux, context) if is_batch else {}
 
     def _kept(self, chosen: Array, aux: dict[str, Any], context: Context) -> Array:
-        """Return bool [batch, seq_shard, choices]: the expert still has capacity in the row."""
+        """Return bool [batch, seq_shard, choices]: the expert accepts this token of the row."""
         config, index, real = self.config, aux["index"], aux["real"][..., None] > 0
         own = jnp.where(real, chosen, config.num_experts)
         row = _complete_rows(own, index, context, "seq_shard").astype(jnp.int32)
@@ -142,7 +142,7 @@ class Experts(nnx.Module):
         return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
 
     def __call__(self, x: Array, routing: Routing, context: Context) -> tuple[Array, Array | None]:
-        """Return partial sums [batch, seq, d_model], and the number of further exchanges."""
+        """Return partial sums [batch, seq, d_model], and a number of further exchanges or None."""
 
         def run(x: Array, routing: Routing, up: Any, down: Any) -> tuple[Array, Array | None]:
             kernels = up.astype(x.dtype), down.astype(x.dtype)
@@ -173,7 +173,7 @@ class Experts(nnx.Module):
         """Return the router's losses and metrics; logits are [batch, seq_shard, experts].
 
         `flags` are other metrics of tokens, [batch, seq_shard] each: `near_ties`, if the last
-        chosen expert nearly ties, and `dropped`, the share of choices that experts reject.
+        chosen expert nearly ties with the next, and `dropped`, the share of rejected choices.
         """
         config, count = self.config, self.config.num_experts
         probabilities = scores
@@ -237,7 +237,7 @@ def routing_aux(config: DecoderConfig, batch: Batch, context: Context) -> dict[s
     """Return `weights` and `real` (0 = padding of packed rows), float32 [batch, seq_shard] each.
 
     The sum of the weights is that of the objective. If it counts complete rows, a row's tokens have
-    equal weights, up to the last one that the objective uses.
+    equal weights up to the last one that the objective uses; later ones are not `real`.
     If the batch has them, also the totals of `STEP_SUMS`, float32 [layers with experts, ...], and
     recorded choices `routing`, int32 [batch, seq_shard, layers with experts, experts_per_token].
     """
@@ -300,7 +300,7 @@ class _Layers:
         self.blocks = blocks
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
-        """Map the residual stream [batch, seq_shard, d_model] to the same shape."""
+        """Return the residual stream [batch, seq_shard, d_model] after the layers, and `Sums`."""
         sparse = [isinstance(block.mlp, Experts) for block in self.blocks]
         total: Sums = {}
         for i, block in enumerate(self.blocks):

@@ -195,9 +195,9 @@ def rotary_angles(
     stretch: Callable[[Array], Array] | None = None,
     length: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return `length` × cosines, sines of positions [..., seq]: float32 [..., seq, head_dim / 2].
+    """Return `length` × (cosines, sines) of positions [..., seq]: [..., seq, head_dim / 2] float32.
 
-    Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's weights.
+    Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in transformers.
     """
     exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
     frequencies = theta**-exponents
@@ -298,7 +298,7 @@ def look_up(table: Array, index: Array, dtype: Any) -> Array:
 
 
 def look_up_tokens(table: Any, tokens: Array, context: Context) -> Array:
-    """Return rows [batch, seq, d_model] of a shard [vocab, d_model]; 0 for tokens of others."""
+    """Return rows [batch, seq, d_model] of a shard [vocab, d_model]; 0 for tokens outside of it."""
     base = table.base if isinstance(table, TokenRows) else table
     local = tokens - context.tensor_index() * base.shape[0]
     here = (local >= 0) & (local < base.shape[0])
@@ -321,7 +321,7 @@ _SUM_BYTES = 256 << 20
 
 
 def _rows_backward(num_rows: int, index: Array, cotangent: Array) -> tuple[Array, None]:
-    """Return the gradient of table [num_rows, width] from [..., width], a few columns at a time."""
+    """Return the gradient of table [num_rows, width] from [..., width]; large ones by columns."""
     dtype, width = cotangent.dtype, cotangent.shape[-1]
     wide = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     parts = 1
@@ -365,7 +365,7 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
 
 
 def once(bias: Array, context: Context) -> Array:
-    """Return the bias [..., d_model] on tensor index 0, else zeros: the all-reduce adds it once."""
+    """Return the bias [..., d_model] on tensor index 0, else zeros: `leave` adds it once."""
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 
@@ -458,7 +458,7 @@ def mask_of_layer(config: DecoderConfig, context: Context, **fields: Any) -> Att
 def decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
     """Return the inputs of cached attention for positions int32 [batch, n]; -1 writes nothing.
 
-    `slots` and `positions` int32 [batch, n]; `cos`, `sin` float32 [batch, n, head_dim / 2].
+    `slots`, `positions` int32 [batch, n]; with rotary positions also those of `_angles`.
     """
     real = jnp.maximum(positions, 0)
     aux: dict[str, Any] = {

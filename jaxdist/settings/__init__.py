@@ -1,10 +1,9 @@
 """Declaring, reading and checking settings: every command declares them as dataclasses.
 
     declare  a setting with its default, help and bounds; checks of values
-    schema   fields, sections and kinds of a dataclass; parsing of one value
+    schema   fields, sections and kinds of a dataclass; parsing of one value; `--help`
     sources  the TOML file and the flags, each value with its origin; settings as TOML
     reader   defaults + file + flags -> one checked dataclass, with all problems in one message
-    help     `--help`
 
 Importing this does not import jax, because the launcher must not.
 """

@@ -40,7 +40,7 @@ from jaxdist.settings.sources import (
 T = TypeVar("T")
 
 InputValues: TypeAlias = Mapping[str, Any]
-"""Dotted name -> TOML value, flag text or value of a program, for every setting that was set."""
+"""Dotted name of every setting that was set -> its value in TOML, flag (or None) or program."""
 
 
 def read_settings(cls: type[T], argv: Sequence[str], **options: Any) -> T:

@@ -272,7 +272,9 @@ def help_text(
     return "\n\n".join(part for part in parts if part.strip())
 
 
-_SHORT_RULES = "Lists are comma-separated: a,b,c. A true|false flag without a value means true."
+_SHORT_RULES = (
+    "X,... is a comma-separated list: a,b,c. A true|false flag without a value means true."
+)
 _RULES = (
     f"Flags override the file, the file overrides the defaults. {_SHORT_RULES} In a file, names "
     "have underscores: --train.global-batch-size is global_batch_size in [train]."

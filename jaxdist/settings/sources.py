@@ -23,7 +23,7 @@ class Input:
 
     Attributes:
         raw: TOML value, or `FlagText`; None for a flag without a value.
-        origin: "flag --train.steps", "argument 'x'", "run.toml line 12" or "keyword steps".
+        origin: e.g. "flag --train.steps", "argument 'x'", "run.toml line 12", "keyword steps".
         section_origin: line at which the outermost section begins in a file.
     """
 
@@ -98,7 +98,7 @@ def _take_value(word: str, following: list[str], is_switch: bool = False) -> str
 class FlagWords:
     """A flag and its value on a command line that is not parsed here, with the original words.
 
-    `name` is the name of the setting, with underscores; "" for words that are not a flag.
+    `name` is that of the flag, with underscores; "" for words that are not a flag.
     """
 
     name: str
@@ -190,7 +190,7 @@ def read_file(
             near = _files_like(path)
             return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
         if not (path.is_file() or path.is_dir()) or path.stat().st_size > _FILE_BYTES:
-            return {}, [f"--config {file} is not a TOML file of at most 16 MB. Give its path."], ""
+            return {}, [f"--config {file} is not a TOML file of at most 16 MiB. Give its path."], ""
         text = path.read_bytes().decode()
         return tomllib.loads(text), [], text
     except ConfigError as error:  # a URL that cannot be used

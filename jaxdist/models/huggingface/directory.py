@@ -82,7 +82,7 @@ def read_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_model(folder: str | os.PathLike[str]) -> DecoderConfig:
-    """Return a directory's model settings; readable weights decide whether the head is tied."""
+    """Return a directory's model settings; a tied head is untied if readable weights differ."""
     hf = read_json(folder)
     model = read_config(hf)
     try:
@@ -110,7 +110,7 @@ class Weights:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Weights:
-    """Return the model of a directory and its tensors; reads headers, and a tied model's head."""
+    """Return the model of a directory and its tensors; reads headers, and a tied head and table."""
     hf = read_json(folder)
     config = read_config(hf)
     stored = with_unpacked(safetensors.open_all(folder))

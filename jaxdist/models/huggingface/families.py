@@ -64,7 +64,7 @@ _GEMMA_SETTINGS = (
     "attention_softcap",
     "logit_softcap",
 )
-"""Our settings of Gemma, and one of gpt-oss; false or 0 if unset."""
+"""Our settings of Gemma, one also of gpt-oss; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {
     "dots1": "head",
@@ -78,7 +78,7 @@ _WINDOWED = ("mistral", "mixtral", "phi3", *MIXED)
 
 
 def read_config(hf: Any) -> DecoderConfig:
-    """Return the settings of a `config.json`; missing keys get the defaults of transformers."""
+    """Return the settings of a `config.json`; optional keys default as in transformers."""
     if not isinstance(hf, Mapping):
         raise ConfigError([f"config.json is not an object but {type(hf).__name__}."])
     family = hf.get("model_type")
@@ -112,7 +112,7 @@ def left_out(hf: Mapping[str, Any]) -> list[str]:
     """Return a log line about ignored dropout rates of a `config.json`, if any: at most one."""
     rates = ", ".join(f"{name}={hf[name]}" for name in DROPOUT if hf.get(name))
     return [
-        f"config.json has {rates}, which is ignored: dropout is 0. Set model.dropout and "
+        f"config.json has {rates}, which is ignored. Set model.dropout and "
         "model.attention_dropout to use it."
     ] * bool(rates)
 

@@ -74,7 +74,10 @@ class AdaptedModule(NamedTuple):
         return self.array.rpartition("/")[2]
 
     def to_peft(self, adapter: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return PEFT's A [rank, inputs], B [outputs, rank], magnitudes [outputs] of our arrays."""
+        """Return name -> PEFT's A [rank, inputs], B [outputs, rank], DoRA's magnitudes [outputs].
+
+        With experts, `rank` is the sum of theirs.
+        """
         (ins, outs), a, b = self._orders, adapter["a"], adapter["b"]
         if self.num_experts:  # a [experts, inputs, rank], b [experts, rank, *outputs]
             rows = a.swapaxes(1, 2).reshape(-1, a.shape[1])
@@ -221,8 +224,8 @@ def rename_problems(model: DecoderConfig, lora: LoraConfig) -> list[str]:
     if not (moved and model.num_experts and family_of(model) in ("dots1", "qwen3_moe")):
         return []
     return [
-        f"PEFT would give the adapters of {', '.join(moved)} to experts, as these were named. "
-        "Use convert merge, then to-hf, or leave these out of lora.targets."
+        f"PEFT would give the adapters of {', '.join(moved)} to experts, which once had such "
+        "names. Use convert merge, then to-hf, or leave these out of lora.targets."
     ]
 
 

@@ -262,7 +262,7 @@ def open_file(file: Location) -> dict[str, StoredTensor]:
         ) from error
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{file} is not a complete safetensors file ({error}). Download it again."
+            f"{file} cannot be read as safetensors ({error}). Download it again."
         ) from error
     return tensors
 

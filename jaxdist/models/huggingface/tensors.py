@@ -290,7 +290,7 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
     def of_layer(
         ours: str, shape: tuple[int, ...], hf_name: str, *views: tuple[int, ...]
     ) -> Iterator[Piece]:
-        """Yield one tensor per layer; `views`: shape, shape with split dims, order."""
+        """Yield a piece per layer; `views`: the tensor's shape, shape with split dims, order."""
         stored, view, order = views or (shape, shape, tuple(range(len(shape))))
         for layer in range(config.num_layers):
             source = Source(f"transformer.h.{layer}.{hf_name}", stored, view, order)
