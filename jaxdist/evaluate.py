@@ -34,9 +34,11 @@ class EvaluateConfig(CheckpointSettings):
     task_folder: str = setting("", "folder with your own task files of the lm-evaluation-harness")
     num_fewshot: int = setting(-1, "few-shot examples per question; -1 = the task's default", ge=-1)
     limit: int = setting(0, "largest number of questions of each task; 0 = all", ge=0)
-    global_batch_size: int = setting(0, "rows per batch over all devices; 0 = as in the run", ge=0)
+    global_batch_size: int = setting(
+        0, "rows per batch over all devices; 0 = the run's train.global_batch_size", ge=0
+    )
     max_batches: int = setting(
-        0, "largest number of batches, spread over the data; 0 = every row once", ge=0
+        0, "maximum number of batches of each set, spread over it; 0 = every row once", ge=0
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

@@ -47,8 +47,8 @@ class GenerateConfig(CheckpointSettings, TextSettings):
     )
     chat: bool = setting(
         False,
-        "prompts are user messages, formatted with the chat template of the run's data settings, "
-        "and the model answers",
+        "prompts are user messages (or conversations of a file), in the chat template of the run's "
+        "data settings, and the model answers",
     )
     system: str = setting("", "system message at the start of each conversation; needs --chat")
     batch_size: int = setting(32, "number of prompts per batch", ge=1)

@@ -94,7 +94,7 @@ def _preempted(job: Job, chosen: int, generator: random.Random) -> tuple[float, 
     job.wait(job.workers, "two processes", DETECT_S)
     since, began = job.position(), time.monotonic()
     os.kill(job.workers()[chosen], generator.choice([signal.SIGTERM, signal.SIGUSR1]))
-    detected = job.wait_for_line("preempted after a committed save", since)
+    detected = job.wait_for_line("preempted after a save", since)
     if (code := job.wait_for_end()) != 75:
         raise ScenarioFailed(f"exit code {code}, not 75")
     job.start()

@@ -175,7 +175,10 @@ def test_of_equally_good_checkpoints_the_later_is_best():
     assert best_steps(saved, "loss") == [2, 1]
 
 
-@pytest.mark.parametrize(("metric", "best"), [("task/a/acc", 2), ("task/a/bits_per_byte", 1)])
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("task/a/acc", 2), ("task/a/bits_per_byte", 1), ("reward_margin", 2)],
+)
 def test_the_last_part_of_a_metric_decides_which_value_is_best(metric, best):
     assert best_steps({1: Saved({metric: 0.2}), 2: Saved({metric: 0.7})}, metric)[0] == best
 

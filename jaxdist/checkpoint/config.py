@@ -35,13 +35,13 @@ class CheckpointConfig:
     )
     async_save: bool = setting(
         True,
-        "write in the background, and save once more halfway between two saves, so that a crash "
-        "during a write loses at most one interval; false = wait for every save",
+        "write in the background, with a save halfway between two, so that a crash during a write "
+        "loses at most one interval; false, or an interval of one step = wait for every save",
     )
     verify: Literal["full", "quick", "none"] = setting(
         "full",
-        "full = check the CRC-32 of every file before loading and every array's checksum after; "
-        "quick = file sizes and small files before, checksums after; none = trust the disk",
+        "full = check every file's CRC-32 before loading and every array's checksum after; quick = "
+        "file sizes and small files before, checksums after; none = only the manifest",
     )
 
     export: Literal["none", "hf"] = setting(

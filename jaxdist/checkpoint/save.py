@@ -51,7 +51,10 @@ MAX_FAILURES = 3
 RETENTION_S = 60.0
 """Seconds that a save waits for deletions on an object store; then they run in the background."""
 
-_LARGER_IS_BETTER = ("accuracy", "agreement", "acc", "acc_norm", "exact_match", "f1")
+_LARGER_IS_BETTER = (
+    *("accuracy", "agreement", "reward_margin", "signed_reward"),
+    *("acc", "acc_norm", "exact_match", "f1"),
+)
 """Last parts of evaluation metrics for which larger is better, e.g. of task/arc_easy/acc.
 
 For all other metrics smaller is better.

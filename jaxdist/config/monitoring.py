@@ -23,8 +23,8 @@ class MonitoringConfig:
 
     log_interval_steps: int = setting(
         10,
-        "steps between console lines and points of the trackers; 1 = every step. At every fifth, "
-        "step times of all processes are compared to find stragglers",
+        "steps between console lines and points of the trackers; 1 = every step. At every fifth "
+        "line, step times of all processes are compared to find stragglers",
         ge=1,
     )
     layer_statistics_steps: int = setting(
@@ -47,8 +47,8 @@ class MonitoringConfig:
     )
     profile: str = setting(
         "",
-        "steps to trace with jax's profiler, first:last, e.g. 10:13; empty = none. SIGUSR2 traces "
-        "the next three steps of a live process",
+        "steps that process 0 traces with jax's profiler, first:last, e.g. 10:13; empty = none. "
+        "SIGUSR2 traces the next three steps of a live process",
     )
     peak_tflops: float = setting(
         0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = from the GPU catalog", ge=0

@@ -17,16 +17,16 @@ class ResilienceConfig:
 
     step_timeout_s: float = setting(
         300.0,
-        "seconds after which a step counts as hung if it also took 3 × the median step time. The "
-        "process then exits with 86 and the launcher restarts it. The limit of starts, "
+        "seconds after which a step counts as hung if it also took 3 × the median step time. All "
+        "processes then exit with 86, and a launcher restarts them. The limit of starts, "
         "compilations, restores, saves and evaluation batches is an hour. 0 = no watchdog",
         ge=0,
     )
     nonfinite_policy: Literal["skip", "rollback", "stop"] = setting(
         "skip",
         "policy for a NaN or Inf loss or gradient (the update is never applied): skip = continue; "
-        "rollback = return to the newest checkpoint and skip that batch; "
-        "stop = exit with 87, without a restart by the launcher",
+        f"rollback = return to the newest checkpoint and skip that batch, up to {MAX_ROLLBACKS} "
+        "times; stop = exit with 87, without a restart by the launcher",
     )
     max_skipped_steps: int = setting(
         20,
@@ -37,8 +37,8 @@ class ResilienceConfig:
     spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
         "report",
         "policy for loss spikes. All but off write step and rows to anomalies.jsonl. report = only "
-        "that; skip = also skip the update; rollback = return to the newest checkpoint and skip "
-        "that batch; stop = end the run; off = do not detect spikes",
+        "that; skip = also skip the update; rollback and stop = as for nonfinite_policy; off = do "
+        "not detect spikes",
     )
     sdc_check_interval_steps: int = setting(
         100,
@@ -48,8 +48,8 @@ class ResilienceConfig:
     )
     sdc_policy: Literal["rollback", "stop"] = setting(
         "stop",
-        "policy if replicas differ: rollback = return to the newest checkpoint; stop = exit with "
-        "85, without a restart by the launcher",
+        "policy if replicas differ: rollback = return to the newest checkpoint, up to "
+        f"{MAX_ROLLBACKS} times; stop = exit with 85, without a restart by the launcher",
     )
     spot_notices: Literal["", "aws", "google", "azure"] = setting(
         "",

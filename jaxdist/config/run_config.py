@@ -64,7 +64,7 @@ class RunConfig:
     seed: int = setting(
         0, "seed of the initial parameters, the data order and all random bits", ge=0
     )
-    run_dir: str = setting("", "run directory; empty = runs/<name>-<time>")
+    run_dir: str = setting("", "run directory, unless resume names one; empty = runs/NAME-TIME")
     resume: str = setting(
         "auto",
         "auto = resume from the newest valid checkpoint of the run directory if there is one; "
@@ -77,10 +77,10 @@ class RunConfig:
     )
     init_from: str = setting(
         "",
-        "initial weights of a new run: the path or URL of a run directory, a checkpoint in it or a "
-        "Hugging Face model directory, or ORG/NAME[@REVISION] on the hub; empty = random. "
-        "A Hugging Face model also sets the defaults of name, the model, data.tokenizer and "
-        "optim.peak_lr (2e-5; 2e-4 with adapters)",
+        "initial weights of a new run (with adapters, read at each start): the path or URL of a "
+        "run directory, a checkpoint in it or a Hugging Face model directory, or "
+        "ORG/NAME[@REVISION] on the hub; empty = random. A Hugging Face model also sets the "
+        "defaults of name, the model, data.tokenizer and optim.peak_lr (2e-5; 2e-4 with adapters)",
     )
     reinit_params: list[str] = setting(
         [],
@@ -152,7 +152,7 @@ class RunConfig:
     }
 
     def problems(self) -> list[str]:
-        """Return errors of the top level and, if sizes are valid, between sections."""
+        """Return errors of the top level and, if values are valid, between sections."""
         problems = self._path_problems() + self._init_problems()
         # Values out of bounds would cause further errors below.
         if not 0 <= self.simulate <= _MAX_SIMULATED:

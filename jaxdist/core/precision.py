@@ -32,14 +32,15 @@ class PrecisionConfig:
     matmul_dtype: Literal["auto", "fp8", "mxfp8", "nvfp4"] = setting(
         "auto",
         "dtype of the products with weights in all layers but the first and the last; auto = "
-        "compute_dtype; fp8 = 8 bits, on Ada, Hopper or later GPUs; mxfp8 and nvfp4 = 8 and 4 bits "
-        "with a scale for each block, on Blackwell or later; all emulated on CPU",
+        "compute_dtype; fp8 = 8 bits, on Ada, Hopper or later GPUs; mxfp8 = 8 bits with a scale "
+        "for each block, nvfp4 = 4 bits in forward, mxfp8 in backward, both on Blackwell or later; "
+        "all emulated on CPU",
     )
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "dtype in which devices sum gradients of fsdp-sharded weights; auto = bfloat16 if that is "
-        "the compute dtype, else float32; sums over microbatches are always float32, and with auto "
-        "a pipeline's sums over devices that follow them",
+        "dtype in which devices sum gradients of weights that they gather (fsdp, mesh.zero=3); "
+        "auto = bfloat16 if that is the compute dtype, else float32; sums over microbatches are "
+        "always float32, and with auto a pipeline's sums over devices that follow them",
     )
 
     def problems(self) -> list[str]:

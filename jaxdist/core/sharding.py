@@ -41,7 +41,7 @@ class MeshConfig:
     shape: str = setting(
         "auto",
         f"devices along each mesh axis, e.g. dp=2,tp=4; -1 = the devices left over ({notation()}); "
-        "auto = dp if the state fits one device, else fsdp",
+        "auto = dp if a replica fits one device, else fsdp, or the nearest legal mesh",
     )
     zero: Literal[0, 1, 2, 3] = setting(
         0, "ZeRO stage over dp: 0 = off, 1 = shard moments, 2 = also gradients, 3 = also weights"
@@ -55,9 +55,9 @@ class MeshConfig:
     )
     elastic: bool = setting(
         False,
-        "continue with fewer devices than the mesh has: "
-        f"{' and '.join(axis.short for axis in axes.AXES if axis.shrinks)} shrink, the number of "
-        "microbatches grows, the rows of every step stay the same; needs a size for each axis",
+        "continue with fewer devices than the mesh has: smaller "
+        f"{', '.join(axis.short for axis in axes.AXES if axis.shrinks)}, more microbatches, the "
+        "same rows in every step; needs a size for each axis",
     )
 
     def problems(self) -> list[str]:

@@ -87,8 +87,8 @@ class PrepareConfig:
         'content of a JSON line or Parquet row: a text, a conversation {"messages": [{"role", '
         '"content"}, ...]}, {"prompt", "completion"}, for preference {"prompt", "chosen", '
         '"rejected"}, labeled {"prompt", "completion", "label"} or text_label {"text", "label"}; '
-        "except with text only the answers are learned, with chat_last the last one, with chat_all "
-        "every token",
+        "except with text, only the answers are learned, with chat_last the last one, with "
+        "chat_all every token",
     )
     chat_template: str = setting(
         "auto", "auto = the tokenizer's own, else plain; plain; or the path or URL of a Jinja file"

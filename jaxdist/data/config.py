@@ -70,18 +70,17 @@ class DataConfig:
         PACKING_FORMAT,
         "rules of tokenization and packing. 3: best_fit places documents by their lengths alone, "
         "so that millions take less than a second; 2: it places them one by one, in another order; "
-        "1: as 2, and texts do not begin with the tokens of the tokenizer's post-processor, nor do "
-        "pieces such as prompt and completion decode to the complete text. A resumed run keeps its "
+        "1: as 2, texts do not begin with the tokens of the tokenizer's post-processor, and pieces "
+        "such as prompt and completion may not decode to the whole text. A resumed run keeps its "
         "value; old runs and token folders without a value have 1",
         ge=1,
         le=PACKING_FORMAT,
     )
     streaming: bool = setting(
         False,
-        "train on hf:// sources while they are downloaded: shards (files, or parts of 64 MB of "
-        "Parquet and tar files) are tokenized ahead of training and deleted after it, so that the "
-        "complete data set is never on disk. The held-out fraction is that of the first shard. "
-        "Several sources need mixture_weights",
+        "train on hf:// sources while they are downloaded: shards (files, or parts of about 64 MiB "
+        "of Parquet and .tar files) are tokenized ahead of training and deleted after it, so that "
+        "the complete data set need not fit on the disk. Several sources need mixture_weights",
     )
     streaming_buffer: int = setting(
         8,
@@ -102,15 +101,15 @@ class DataConfig:
         '{"prompt", "completion", "label": true}, as texts or lists of messages, for '
         'objective.kind; text_label: a text in text_field and its class, {"text": "...", "label": '
         "2}, for model.num_labels. Except with text and chat_all, only answers (and the token that "
-        "ends them) count in the loss; other fields are rejected, except metadata such as id or "
-        "source (docs/fine-tuning.md lists them). Sources of text next to chat and completion are "
-        "learned completely",
+        "ends them) count in the loss. Except with text, other fields are rejected, but not "
+        "metadata such as id or source (docs/fine-tuning.md lists them). Sources of text next to "
+        "chat and completion are learned completely",
     )
     long_records: Literal["cut", "drop", "reject"] = setting(
         "cut",
         "records longer than a row. cut: chat and completion continue in another row, others lose "
-        "their end, and completions are dropped if the prompt fills the row; drop: leave them out; "
-        "reject: stop with an error. The log counts them",
+        "their end, and are dropped if no learned token is left; drop: leave them out; reject: "
+        "stop with an error. The log counts them",
     )
     chat_template: str = setting(
         "auto",
@@ -128,9 +127,9 @@ class DataConfig:
     )
     eval_fraction: float = setting(
         0.02,
-        "fraction at the end of each source that is held out for evaluation, at least a row "
-        "(0 = none); of CIFAR-10, the test file is. Ignored with eval_sources, and for rows of a "
-        "function",
+        "fraction at the end of each source (streamed: of its first shard) held out for "
+        "evaluation, at least a row (0 = none); of CIFAR-10, the test file. Not with eval_sources "
+        "or rows of a function",
         ge=0,
         lt=1,
     )
@@ -138,7 +137,7 @@ class DataConfig:
         [],
         "sources to evaluate on instead of a held-out part of `sources`. NAME=SOURCE adds a source "
         "to the set NAME, whose metrics are NAME/loss ...; sources without a name are one set. "
-        "`loss`, early stopping and checkpoint.keep_best are those of the first set",
+        "`loss`, also for early stopping and checkpoint.keep_best, is that of the first set",
     )
     image_scaling: Literal["half", "unit", "channel"] = setting(
         "half",

@@ -215,12 +215,13 @@ class DecoderConfig(ExpertSettings, _ModelDefaults):
     )
     init_std: float = setting(
         0.02,
-        "standard deviation of initial weights; divided by sqrt(2 num_layers) for output products",
+        "standard deviation of initial weights; divided by sqrt(2 num_layers) for the last product "
+        "of attention and MLP",
         gt=0,
         le=100,
     )
     attention: Literal["auto", "xla", "cudnn"] = setting(
-        "auto", "attention kernel; auto = cuDNN on GPUs if it supports the mask, else XLA"
+        "auto", "attention kernel; auto = cuDNN if it supports dtype, heads and mask, else XLA"
     )
 
     @property

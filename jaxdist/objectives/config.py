@@ -39,7 +39,7 @@ class ObjectiveConfig:
         0.0,
         "strength of preferences: the factor of the log-probability ratios (dpo, kto, simpo) or of "
         "the odds ratio term (orpo); in ipo the target margin is 1/(2 beta). The authors of SimPO "
-        "use 2 to 2.5. In distill the inverse temperature. 0 = 0.1, and 1 in distill",
+        "use 2 to 2.5. With a teacher, the inverse temperature. 0 = 0.1, with a teacher 1",
         ge=0,
     )
     margin: float = setting(0.5, "target reward margin of simpo", ge=0)

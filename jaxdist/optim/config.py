@@ -37,7 +37,7 @@ class OptimConfig:
         "none",
         "change peak_lr with the batch: linear:N multiplies it by train.global_batch_size / N, "
         "sqrt:N by the square root of that; N is the batch for which peak_lr was chosen. With "
-        "train.batch_schedule it is the batch of each step",
+        "train.batch_schedule, the batch of each step counts",
     )
     beta1: float = setting(
         0.9, "decay of AdamW's first moment; share of the momentum in lion's update", ge=0, lt=1

@@ -31,8 +31,9 @@ class PlanConfig(RunConfig):
     )
     hardware: str = setting(
         "",
-        'TOML file with a table for each of your own GPU types: [our-h100], like = "h100" and the '
-        "values that differ, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9",
+        'TOML file with a table for each GPU type of yours: [our-h100], like = "h100" and values '
+        "that differ, e.g. memory_gib = 94, price_per_hour = 1.9; or, without like, all that are "
+        "required",
     )
     tokens: float = setting(
         0.0, "tokens (or images) of the complete run, e.g. 1e12; 0 = those of train.steps", ge=0

@@ -52,7 +52,7 @@ class FitConfig(RunConfig):
         ge=0,
     )
     rows: int = setting(
-        0, "try only this number of rows (examples) for each replica; 0 = search", ge=0
+        0, "try only this many examples per replica and microbatch; 0 = search", ge=0
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

@@ -44,7 +44,7 @@ class TrainConfig:
     )
     num_microbatches: int = setting(
         0,
-        "parts into which a device's rows are cut: their gradients are accumulated, and with "
+        "parts into which a replica's rows are cut: their gradients are accumulated, and with "
         "pp > 1 they flow through the stages; 0 = 1, with pp > 1 about four per stage",
         ge=0,
         le=100_000,
@@ -78,8 +78,8 @@ class TrainConfig:
     )
     offload_optimizer: str = setting(
         "none",
-        "where optimizer moments are kept: none = in GPU memory; host = in host memory; "
-        "disk:/DIR = in files of a local disk; with both, layers are updated in groups",
+        "where optimizer moments are kept: none = in device memory; host = in host memory; "
+        "disk:/DIR = in files of a local disk; with host or disk, layers are updated in groups",
         switch=("none", "host"),
     )
 
@@ -159,12 +159,12 @@ class EvalConfig:
     )
     max_batches: int = setting(
         20,
-        "maximum number of batches of each evaluation before the last, spread over its rows; "
-        "0 = every row once",
+        "maximum number of batches of each held-out set in evaluations before the last, spread "
+        "over the set; 0 = every row once",
         ge=0,
     )
     final_max_batches: int = setting(
-        0, "maximum number of batches of the last evaluation; 0 = every row once", ge=0
+        0, "maximum number of batches of each set in the last evaluation; 0 = every row once", ge=0
     )
     patience: int = setting(
         0,

@@ -54,7 +54,7 @@ class CompareConfig:
     mesh: str = setting("", "mesh of the rerun; empty = that of run A")
     simulate: int = setting(
         0,
-        "simulated CPU devices; 0 = the machine's own devices, or those of the mesh if run A was "
+        "simulated CPU devices; 0 = real ones, or as many as the rerun's mesh has if run A was "
         "simulated",
         ge=0,
     )

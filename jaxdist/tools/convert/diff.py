@@ -27,7 +27,9 @@ class Config:
     step_a: int = setting(-1, "checkpoint of A; -1 = as named by A, else the newest valid")
     step_b: int = setting(-1, "checkpoint of B; -1 = as named by B, else the newest valid")
     under: str = setting("", "compare only arrays whose names begin with this, e.g. params")
-    limit: int = setting(40, "most arrays to print, the largest difference first; 0 = all", ge=0)
+    limit: int = setting(
+        40, "number of differing arrays to print, largest difference first; 0 = all", ge=0
+    )
     json: bool = setting(False, "print one JSON object instead of text")
 
 

@@ -47,7 +47,7 @@ class Config(Export):
     """Settings of `convert to-hf`: weights and form of the output."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
-        "stored", "dtype of the weights; stored = unchanged"
+        "stored", "dtype of the weights; stored = that of the embedding table"
     )
     shard_gb: float = setting(5.0, "largest file of several tensors, GB; 0 = one file", ge=0)
 

@@ -20,7 +20,7 @@ class Config:
 
     path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     arrays: bool = setting(
-        False, "also read every array and compare its checksum with the one computed on the devices"
+        False, "also read every array and compare its checksum with the stored one"
     )
     json: bool = setting(False, "print one JSON object per checkpoint instead of text")
 

@@ -63,7 +63,7 @@ class DoctorConfig(RunConfig):
 
     @property
     def checkpoints_bytes(self) -> int:
-        """Return the peak disk bytes of all checkpoints of the run, including unfinished ones."""
+        """Return the peak disk bytes of checkpoints, without those of `keep_interval_steps`."""
         one = self.state_bytes(self.build_model(), gradients=False)
         unfinished = 1 + self.checkpoint.async_save  # a save in progress, and a halfway one
         return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + unfinished)
@@ -81,9 +81,10 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
 
 
 def run(config: DoctorConfig) -> int:
-    """Make all checks and print the findings; return the exit code, the same in all processes.
+    """Make all checks; print the findings in process 0; return the exit code, equal everywhere.
 
-    It is 0, or 1 after an error (with `strict` also after a warning).
+    It is 0, or 1 after an error (with `strict` also after a warning). A process that cannot join
+    the job prints its own findings.
     """
     # 1. This process, before jax starts a device or sets variables of its own.
     name = socket.gethostname()

@@ -232,7 +232,7 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Return findings: the bandwidth of an axis, wrong groups, and up to four slow ones.
+    """Return findings: bandwidth of an axis, wrong groups, up to four slow ones, slow links.
 
     `num_bytes` are per device, `hosts` by process id; `moves` describes the data that a run
     exchanges over the axis.

@@ -120,7 +120,7 @@ class ElasticAgent(Agent):
         return None
 
     def join_round(self, new: Round) -> Placement:
-        """Publish that this host's processes run; return their placement."""
+        """Publish that this host runs a round; return its processes' placement."""
         self.round, self._has_forwarded_stop, self._ended_since = new, False, {}
         self._next_watch_s = self.rendezvous.clock() + HEARTBEAT_S
         self.rendezvous.publish(state="running", round=new.id)
@@ -338,8 +338,8 @@ class ElasticAgent(Agent):
         if host is not None and host.uuid != member.uuid:
             return f"{member} is lost: its launcher was restarted"
         return (
-            f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s "
-            "(power failure, network, or its launcher was killed)"
+            f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s (power "
+            "failure, network, or its launcher was killed), or it did not join the round"
         )
 
     def _forward_stop(

@@ -6,7 +6,7 @@ restart, so the address of process 0 is fixed. Kubernetes reacts to exit codes:
 | a process ends with | Kubernetes |
 |---|---|
 | 0 | ends the job after all processes have ended with 0 |
-| 75: preempted and saved | replaces the pod (Job); it does not count as a failure |
+| 75: preempted | replaces the pod (Job); it does not count as a failure |
 | 2, 85, 87, 130: a restart cannot help | fails the Job by its pod failure policy, and the JobSet |
 | another code | restarts all pods (JobSet), up to `max_restarts` times |
 """
@@ -97,7 +97,7 @@ class KubernetesConfig:
         ge=30,
     )
     max_restarts: int = setting(
-        20, "most restarts after failures; one after a preemption that saved does not count", ge=0
+        20, "maximum restarts after failures; those after exit code 75 do not count", ge=0
     )
     python: str = setting("python", "Python interpreter in the image")
     dry_run: bool = setting(False, "print the manifest and send nothing to the cluster")
@@ -358,7 +358,7 @@ spec:
               containerName: train
               operator: In
               values: {{ runtime.FINAL_CODES | list }}
-          # Preempted and saved: a new pod continues.
+          # Preempted: a new pod continues.
           - action: Ignore
             onExitCodes:
               containerName: train

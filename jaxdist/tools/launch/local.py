@@ -46,7 +46,8 @@ class LaunchConfig:
     )
     max_restarts: int | None = setting(
         None,
-        "most restarts without a new checkpoint; none = 3, or 0 for jaxdist's modules but train",
+        "maximum restarts in a row without a new checkpoint; none = 3, or 0 for jaxdist's modules "
+        "but train",
         ge=0,
     )
     backoff_s: float = setting(

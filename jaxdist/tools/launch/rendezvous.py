@@ -331,8 +331,8 @@ class Rendezvous:
         except OSError as failure:
             if not self._warned:
                 log(
-                    f"cannot write {file} ({failure.strerror}): other hosts will treat this one as "
-                    f"lost after {self.heartbeat_timeout_s:.0f} s"
+                    f"cannot write {file} ({failure.strerror}): after "
+                    f"{self.heartbeat_timeout_s:.0f} s of this, the host counts as lost"
                 )
             self._warned = True
 

@@ -84,7 +84,7 @@ class SlurmConfig:
     )
     max_requeues: int = setting(50, "number of requeues (also SLURM's) that ends the job", ge=0)
     max_restarts: int = setting(
-        3, "most restarts after failures without a new checkpoint in between", ge=0
+        3, "maximum restarts after failures in a row without a new checkpoint", ge=0
     )
     run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
     module: tuple[str, ...] = setting((), "environment module to load, as in `module load NAME`")
@@ -105,7 +105,7 @@ class SlurmConfig:
     script: str = setting("", "file to write; empty = NAME.sbatch")
     submit: bool = setting(False, "submit the script with sbatch")
     dry_run: bool = setting(False, "print the script and write nothing")
-    arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
+    arguments: list[str] = setting([], "arguments of the program, in every process")
 
     def problems(self) -> list[str]:
         """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""

@@ -3,7 +3,7 @@
 | processes exit with | the launcher |
 |---|---|
 | 0, all of them | exits with 0: the job is done (an elastic job: when all hosts are done) |
-| 75 | exits with 75: preempted and saved; the scheduler restarts the job |
+| 75 | exits with 75: preempted; the scheduler restarts the job |
 | 75, elastic, requested by the leader or another host | takes part in the next round |
 | 2 | exits with 2: bad settings; a restart would fail again |
 | 85 | exits with 85: silent data corruption; a restart on this device would fail again |
@@ -259,7 +259,7 @@ class Supervisor:
         if result.exit_code == runtime.EXIT_PREEMPTED:
             if not self.stop_signal and self.agent.continues_after_save():
                 return None
-            log("preempted after a committed save: start the same command again to resume")
+            log("preempted after a save or before training: start the same command again")
             return runtime.EXIT_PREEMPTED
         if result.exit_code in runtime.FINAL_CODES:
             if not result.already_printed:

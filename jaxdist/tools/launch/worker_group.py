@@ -123,7 +123,7 @@ class Worker:
             return
 
     def finish(self) -> None:
-        """Wait until the process has ended and its last output is written."""
+        """Wait until the process has ended, and at most 2 s until its last output is written."""
         self.process.wait()
         self.poll()
         self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open
@@ -231,8 +231,8 @@ class Worker:
             if not self._lost_log:
                 self._lost_log = True
                 log(
-                    f"{self.log_file} cannot be written ({failure.strerror}): output of process "
-                    f"{self.process_id} is on the console only"
+                    f"{self.log_file} cannot be written ({failure.strerror}): it lacks some output "
+                    f"of process {self.process_id}"
                 )
 
 
@@ -288,11 +288,10 @@ class GroupResult:
     """Reason for the end of an attempt.
 
     `exit_code` is that of the first failure (128 + the number of a signal), 1 after `abort`, else 0
-    or 75.
-    `first_process` is the process id of the failure; -1 if no process of this host caused it.
-    `details` are a traceback or the last lines of the log. `failed_at` is the time of the failure
-    (`time.monotonic`) or 0. `is_rejected`: the settings were rejected before any process changed
-    the run directory.
+    or 75. `first_process` is the index in the job of the process that failed first; -1 if none of
+    this host caused it. `details` are a traceback or the last lines of the log. `failed_at` is the
+    time of the failure (`time.monotonic`) or 0. `is_rejected`: the settings were rejected before
+    any process changed the run directory.
     """
 
     exit_code: int

@@ -20,8 +20,8 @@ class PipelineConfig:
 
     num_virtual_stages: int = setting(
         1,
-        "virtual stages per stage (interleaving); more = smaller bubble, more messages; "
-        "0 = the number with the shortest step, by an estimate from compiled programs",
+        "virtual stages per stage (interleaving); more = smaller bubble, more messages; 0 = the "
+        "number with the shortest estimated step",
         ge=0,
     )
     layers_per_stage: str = setting(
