@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.core import trials
-from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kernel
+from jaxdist.core.attention import AttentionPlan, AttentionRequest, choose_kernel, cudnn, zigzag
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes
+from jaxdist.core.matmul import grouped, hopper
 from jaxdist.run import start_checks
 from jaxdist.settings import ConfigError
 from jaxdist.tools.doctor import devices
@@ -127,6 +128,10 @@ def test_verdict_depends_on_the_request_and_survives_a_damaged_file(cache, monke
         path.write_text("{")
     trials.try_kernel("packed", SHAPES, GPU)
     assert len(calls) == 3
+    for module in (cudnn, zigzag, grouped, hopper):  # a verdict holds for one version of the code
+        monkeypatch.setattr(module, "__file__", __file__)
+        trials.try_kernel("packed", SHAPES, GPU)
+    assert len(calls) == 7
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.attention import kernel_check
+from jaxdist.core.attention import cudnn, kernel_check, zigzag
 from jaxdist.core.attention.kernel_check import KernelCheck, Shapes, Use
-from jaxdist.core.matmul import grouped_check, hopper
+from jaxdist.core.matmul import grouped, grouped_check, hopper
 from jaxdist.core.matmul.grouped_check import GroupedShapes
 from jaxdist.runtime.progress import waiting
 
@@ -87,7 +87,7 @@ def _trial(kind: str, request: Mapping[str, Any], device: jax.Device, name: str)
             return json.loads(path.read_text())["result"]
         except (OSError, ValueError, KeyError):
             log.warning(
-                "%s is checked again: the file with its result, %s, is unreadable", name, path
+                "checking %s again: the file with the result, %s, is unreadable", name, path
             )
     with waiting(f"trying {name} in a child process"):
         result = _in_child(kind, request, _child_environ(device))
@@ -149,7 +149,8 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     driver = Path("/proc/driver/nvidia/version")
-    modules = (kernel_check, grouped_check, hopper, sys.modules[__name__])
+    checks, kernels = (kernel_check, grouped_check), (cudnn, zigzag, grouped, hopper)
+    modules = (*checks, *kernels, sys.modules[__name__])
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return versions | {
         "driver": driver.read_text() if driver.exists() else "",
@@ -218,7 +219,7 @@ _OPERATIONS: dict[str, tuple[Callable, Callable, float]] = {
 
 
 def offload_errors() -> dict[str, tuple[float, float]]:
-    """Return name -> (error, limit) of gradients with offloaded activations, against none."""
+    """Return name -> (error, limit) of gradients with offload, against those without."""
     policies, layers = jax.checkpoint_policies, jax.random.normal(jax.random.key(0), (6, 64, 64))
     offload = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
