@@ -101,6 +101,7 @@ def test_a_built_mesh_keeps_the_order_of_devices():
         ("dp=4", 1, ["4 devices", "1 is visible", "dp=-1"]),
         ("1", 8, ["1 device,", "8 are visible"]),
         ("dp=2,tp=2", 8, ["4 devices", "8 are visible", "dp=-1", "CUDA_VISIBLE_DEVICES"]),
+        ("tp=3", 8, ["3 devices", "8 are visible. Set CUDA_VISIBLE_DEVICES"]),  # not dp=-1
     ],
 )
 def test_wrong_number_of_devices_is_refused_with_the_fix(text, visible, facts):

@@ -152,9 +152,9 @@ class MeshSpec:
         rows = _rows_axis()
         fix = f"--simulate {self.num_devices} to try it on CPU"
         if self.num_devices < num_devices:
-            fix = f"{rows.short}=-1 to use them all, or CUDA_VISIBLE_DEVICES to hide the rest"
-        elif num_devices % max(1, self.num_devices // self[rows]) == 0:
-            fix = f"{rows.short}=-1 to use the available devices, or {fix}"
+            fix = "CUDA_VISIBLE_DEVICES to hide the rest"
+        if num_devices % (self.num_devices // self[rows]) == 0:
+            fix = f"{rows.short}=-1 to use all devices, or {fix}"
         raise ConfigError(
             f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
             f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
@@ -188,7 +188,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
 
 
 def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> list[MeshSpec]:
-    """Return the `count` candidates closest to `spec` by the sum of |log2| ratios of their axes."""
+    """Return up to `count` candidates closest to `spec` by the sum of |log2| ratios of axes."""
 
     def distance(other: MeshSpec) -> float:
         return sum(abs(math.log2(spec[axis] / other[axis])) for axis in axes.AXES)
