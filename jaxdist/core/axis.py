@@ -24,7 +24,7 @@ class Workload:
         global_batch_size: rows per step; None skips the checks of the batch.
         num_microbatches: microbatches per device.
         rows_per_example: adjacent rows that must stay on one replica and in one microbatch.
-        num_virtual_stages: virtual stages per pipeline stage.
+        num_virtual_stages: virtual stages per pipeline stage; 0 = chosen by the planner.
         layers_per_stage: number of layers of each virtual stage; () = chosen by the planner.
         context_len: positions of a row if the context axis can split it, else None.
     """
@@ -44,7 +44,7 @@ class Workload:
     attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:
-        """Format a dim's size with the setting that determines it: `model.num_layers=8`."""
+        """Format a dim's size by its setting, if any: `model.num_layers=8`, `model dim mlp=64`."""
         return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
 
 
@@ -57,7 +57,7 @@ class ActivationSizes:
 
     Attributes:
         stream_bytes: residual stream of a microbatch, [rows, seq, d_model] in the compute dtype.
-        num_forwards: forward passes of a microbatch through a layer.
+        num_forwards: forward passes of a microbatch through a layer, without recomputation.
         reduces_again: recomputation includes attention's output, which is reduced over `tensor`.
         experts_per_token: experts that process each token, in each of the `sparse_layers`.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
@@ -96,7 +96,7 @@ class Traffic:
         purpose: the data that are communicated, e.g. "activations".
         num_bytes: of the complete array: before a reduce-scatter, after an all-gather.
         times: executions per step.
-        neighbors: devices per group, within one node; 0 = one group of all devices on the axis.
+        neighbors: adjacent devices per group; 0 = one group of all devices on the axis.
     """
 
     kind: Kind
@@ -114,13 +114,13 @@ class Axis:
         name: name in `jax.sharding.Mesh` and in every `PartitionSpec`.
         short: name in `--mesh`, e.g. "tp" in `--mesh tp=4`.
         weights: how parameters are stored on its devices.
-            "replicated" = all of them, unless ZeRO shards them over the axis;
-            "gathered" = a shard, gathered just before its use;
+            "replicated" = all of them, unless ZeRO or `joins_fsdp` shards them over the axis;
+            "gathered" = a shard of each matrix, gathered just before its use;
             "split" = the part they compute with.
         joins_fsdp: its devices shard, with those of fsdp, the matrices that it does not split.
         splits_rows: its devices process different rows of the batch.
         splits_positions: its devices process different positions of every row.
-        dims: logical dims that it splits, in every model.
+        dims: logical dims that it splits, unless `Model.rules` override them.
         sums_gradients: when its devices sum the gradients of parameters that it does not split.
         shrinks: an elastic job may reduce its size.
         proposed: error messages propose meshes with it even if the request has none.

@@ -114,7 +114,7 @@ class BlockLayout:
 
     @property
     def run(self) -> int:
-        """Number of adjacent blocks of an output that share one second-level scale ("range")."""
+        """Number of adjacent blocks of an output for which one second-level scale is stored."""
         if _NESTED % self.per_output == 0:
             return self.per_output
         # At most 4, so that many meshes divide the rest.
@@ -239,7 +239,7 @@ class BlockWeight(CompositeWeight):
         codes: nf4: uint8 [inputs / 2, *outputs], the first of two inputs in the high bits. int8:
             int8 [inputs, *outputs]. Input dims are flattened into the first one.
         scales: int8: "absmax", float32 [blocks, *outputs]. nf4: "absmax", uint8 codes of
-            (scale - mean) / range; "range", float32 [blocks with the same range, *outputs];
+            (scale - mean) / range; "range", float32 [blocks / `BlockLayout.run`, *outputs];
             "mean", float32, with size 1 in every dim but the one of fused tensors.
         inner: sizes of the input dims after the first.
         num_outputs: number of output dims.
@@ -310,7 +310,7 @@ def to_quantize(
 
     `target` has shapes and shardings. The result has one dense array per quantized weight, bfloat16
     [(layers,) (experts,) *inputs, *outputs]; weights that are loaded do not change.
-    `blocks` maps names to layouts. The function maps (name, loaded leaf) to the leaf.
+    `blocks` maps names to layouts. The function maps (name, loaded leaf) to the one to store.
     """
     quantized: dict[str, tuple[BlockLayout, BlockWeight]] = {}
 

@@ -36,7 +36,7 @@ def wait_for(ready: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def after(x: jax.Array, marks: Sequence[jax.Array]) -> jax.Array:
-    """Return x [*dims] after all marks [*dims] are computed; it varies over the same mesh axes."""
+    """Return x [*dims], of the same JAX type, after all marks, non-empty arrays, are computed."""
     return AFTER.bind(x, *marks) if marks else x
 
 
@@ -201,7 +201,7 @@ def _usable(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_usable(variable: Any) -> bool:
-    """Return True if a computation can read an element of the variable; keys have none."""
+    """Return True if a computation can read an element; keys and empty arrays have none."""
     return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
 
 

@@ -1,6 +1,6 @@
 """Collectives over a mesh axis, for use inside `jax.shard_map`.
 
-Each function takes the mesh axis (or axes, slow to fast). Its docstring gives the bytes that a
+A collective takes the mesh axis (or axes, slow to fast). Its docstring gives the bytes that a
 device sends, if the group has n devices with an array of B bytes each. Arrays are local, keep their
 dtype, and have any shape. Functions are differentiable unless stated otherwise. `vary` declares
 that a value may differ between devices of an axis ("varying" in JAX); a reduction ends this.
@@ -48,7 +48,7 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 def vary(tree: Tree, axes: Axes) -> Tree:
     """Return the tree, with every leaf [...] declared to differ over `axes`; no communication.
 
-    The gradient of the argument is summed over `axes`; the gradient of the result stays local.
+    The gradient of the argument is summed over those of `axes` over which it did not vary.
     """
 
     def leaf(x: Array) -> Array:

@@ -33,7 +33,7 @@ def make_experts(grouped_dot: GroupedDot) -> Callable[..., tuple[Array, None]]:
     Returns (x [batch, seq, d_model], routing, up [experts, d_model, ways, mlp], down [experts, mlp,
     d_model], activate) -> ([batch, seq, d_model], None). The first are partial sums if `mlp` is
     split over devices; in place of None, an exchange returns the number of its further rounds. Two
-    more arguments are biases of the products, [experts, ways, mlp] and [experts, d_model].
+    optional arguments are biases of the products, [experts, ways, mlp] and [experts, d_model].
     """
 
     def experts(
@@ -110,7 +110,7 @@ def take(
     source: Int[Array, " rows"],
     rows: Int[Array, "tokens experts_per_token"],
 ) -> Float[Array, "rows d_model"]:
-    """Return x of the token of each assignment in `source`, else 0; `rows` is its inverse."""
+    """Return x of the token of each assignment in `source`, 0 for -1; `rows` is its inverse."""
     tokens = x[jnp.maximum(source, 0) // rows.shape[1]]
     return jnp.where((source >= 0)[:, None], tokens, 0)
 
@@ -131,7 +131,7 @@ def combine(
     source: Int[Array, " rows"],
     rows: Int[Array, "tokens experts_per_token"],
 ) -> Float[Array, "tokens d_model"]:
-    """Return float32 sums of shares · y over each token; `source` and `rows` as in `take`."""
+    """Return each token's float32 sum of shares · y; `source` and `rows` as in `take`."""
     parts = enumerate(_rows_of(y, rows))
     return jnp.asarray(sum(part.astype(jnp.float32) * shares[:, i : i + 1] for i, part in parts))
 
@@ -150,6 +150,6 @@ combine.defvjp(lambda *inputs: (combine(*inputs), inputs), _combine_backward)
 
 
 def _rows_of(y: Array, rows: Array) -> list[Array]:
-    """Return the rows of y at `rows`: for each of the choices, an array [tokens, d_model]."""
+    """Return the rows of y at `rows`, 0 for -1: for each choice, an array [tokens, d_model]."""
     parts = (rows[:, i] for i in range(rows.shape[1]))
     return [jnp.where((part >= 0)[:, None], y[jnp.maximum(part, 0)], 0) for part in parts]

@@ -44,7 +44,7 @@ class Vocabulary(NamedTuple):
     Attributes:
         size: number of real entries; later columns are padding with probability 0.
         axis: mesh axis that splits the columns, or None.
-        chunk: number of tokens whose logits are in memory at a time; 0 = all.
+        chunk: maximum number of tokens whose logits are in memory at a time; 0 = all.
         softcap: bound of the soft cap on logits; 0 = none.
         weight_gradient: (x [tokens, d_model], dlogits [tokens, vocab]) -> float32 [d_model, vocab].
         regularizers: None = plain cross-entropy.
@@ -207,8 +207,8 @@ def _chunk_loss(
     """Compute the softmax of one chunk of tokens; `vocabulary.axis` may split the vocabulary.
 
     x [tokens, d_model], kernel [d_model, vocab_shard] -> (sums of `_linear_cross_entropy`, float32
-    [], equal over the axis; weighted losses, float32 [tokens]; (gradient of the capped logits, soft
-    cap's slope, float32 [tokens, vocab_shard])).
+    [], equal over the axis; weighted losses, float32 [tokens]; (unweighted gradient of the capped
+    logits, soft cap's slope, float32 [tokens, vocab_shard])).
     """
     axis, regularizers = vocabulary.axis, vocabulary.regularizers
     logits, columns = logits_of(x, kernel, vocabulary)
@@ -241,7 +241,7 @@ def _chunk_loss(
 
 
 def logits_of(x: Array, kernel: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """Return float32 logits [tokens, vocab_shard] and their column indices in the vocabulary."""
+    """Return capped float32 logits [tokens, vocab_shard], and their columns in the vocabulary."""
     width = kernel.shape[1]
     logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
     first = collectives.group_index(vocabulary.axis) * width if vocabulary.axis else 0

@@ -34,7 +34,7 @@ def sides_of(axes: Params) -> Params:
 def _sides(path: Any, dims: Dims) -> Sides:
     """Split the dims of an array into stacked dims, rows and columns.
 
-    If the first dim is `d_model`, it is the rows. Otherwise the rows are all dims except the last
+    If the first unstacked dim is `d_model`, it is the rows. Otherwise the rows are all but the last
     (`head_dim` belongs to the dim before it). An unnamed column dim stacks fused projections
     (query, key, value; gate, up), each of which is a separate matrix.
     """

@@ -19,7 +19,7 @@ from jaxdist.settings import ConfigError
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Return an error message for each rule that the sizes of model and batch violate on a mesh."""
+    """Return error messages if the sizes of model or batch violate the rules of a mesh."""
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),

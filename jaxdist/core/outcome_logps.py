@@ -55,7 +55,7 @@ def outcome_logps(
     """Return the log-probabilities of each token's targets, float32 [tokens, outcomes + 1].
 
     The last outcome is any token not in `targets`. x is [tokens, d_model], kernel [d_model,
-    vocab_shard]; targets are int32 [tokens, outcomes], different in each row.
+    vocab_shard]; targets are int32 [tokens, outcomes], all different in a row.
     """
 
     def chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:

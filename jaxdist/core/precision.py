@@ -60,7 +60,7 @@ class PrecisionConfig:
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
     def resolve_reduce(self, compute_dtype: Any) -> Any:
-        """Return the dtype in which devices sum gradients that have the dtype `compute_dtype`."""
+        """Return the dtype in which devices sum gathered weights' gradients in `compute_dtype`."""
         if self.reduce_dtype != "auto":
             return jnp.dtype(self.reduce_dtype)
         # The range of float16 is too narrow for sums.

@@ -26,10 +26,10 @@ from jaxdist.core.weights import GROUPS, merged, trained
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The arrays of a run that a step changes, and its key.
+    """The parameters, optimizer state, counters and key of a run between two steps.
 
     Attributes:
-        step: int32 [], number of completed optimizer steps.
+        step: int32 [], number of completed steps, including those without an update.
         params: parameters, nested dicts; storage and layout follow the records in `Model.axes`.
         copies: other parameter groups by name, e.g. "ema" (`core.weights.GROUPS`).
         opt_state: optax state, laid out by `opt_shardings`; without moments that are in a store.

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from jaxdist.core.step.config import TrainConfig
 
 UNROLL_UP_TO = 16
-"""Maximum number of layers that XLA:CPU unrolls, which is faster; more compile too slowly."""
+"""Maximum number of layers to unroll on CPUs, which is faster; more compile too slowly."""
 
 UNROLL_ON_GPUS_UP_TO = 32
-"""Maximum for XLA:GPU: unrolled, residuals are not copied into stacks."""
+"""Maximum on GPUs: unrolled, residuals are not copied into stacks."""
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
@@ -95,8 +95,8 @@ class StepPlan:
         attention: the devices, the context-parallel exchange, the restrictions of cuDNN.
         kernel: attention kernel in training; "" = none, or the configured one cannot run here.
         grouped: implementation of the products of experts (`matmul.grouped.Kernel`).
-        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; in which
-            devices sum gradients of a microbatch, and those that a pipeline accumulated.
+        compute_dtype, reduce_dtype, microbatch_reduce_dtype: of products and activations; of sums
+            over devices of gathered weights' gradients, of one microbatch or, in a pipeline, all.
         matmul_dtype: key of `matmul.FORMATS` for all layers except first and last; "" = none.
         remat: the remat policy, with "auto" resolved.
         gathers_layers: layers all-gather weights when they run.
@@ -349,7 +349,7 @@ def layers_of_a_body(
     if layout.size(PIPELINE) > 1:
         if split.slots == 2 and not split.is_padded:
             return 2, "virtual stages of two layers run faster unrolled"
-        return 1, "a loop over the layers of a virtual stage is fastest"
+        return 1, "a loop runs a virtual stage of any number of layers"
     if platform == "cpu":
         # XLA:CPU merges repeated computations of unrolled layers, even across a barrier.
         unrolls = model.num_layers <= UNROLL_UP_TO and remat == "none" and not gathers
@@ -357,8 +357,8 @@ def layers_of_a_body(
         moves = gathers or TENSOR in layout.used or CONTEXT in layout.used or layout.zero == 2
         unrolls = model.num_layers <= UNROLL_ON_GPUS_UP_TO and remat != "full" and not moves
     if unrolls:
-        return model.num_layers, "layers without collectives run faster unrolled"
-    return 1, "many layers, recomputation or collectives compile too slowly unrolled"
+        return model.num_layers, "few layers run faster unrolled"
+    return 1, "many layers, recomputation, collectives or ZeRO-2 favor a loop"
 
 
 def row_chunks_of(layout: Layout, matmul_dtype: str, platform: str) -> tuple[int, str]:
@@ -417,10 +417,10 @@ def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int
     """Return the default number of tokens whose logits are in memory at a time; 0 = all.
 
     Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4: 12
-    bytes per element, for 6 FLOPs per token and element. On a GPU, a chunk is large enough that
-    these passes take less than `_HEAD_PASSES` of the products' time. It is small enough that
-    float32 logits take less than `_LOGITS_SHARE` of memory. It is a multiple of 128, the tile size
-    of products. On a CPU, it fits in the caches. An unknown GPU counts as the smallest usual one.
+    bytes per element, for 6 FLOPs per token and element. On a GPU, a chunk is just large enough
+    that these passes take `_HEAD_PASSES` of the products' time at most, or smaller, so that float32
+    logits take `_LOGITS_SHARE` of memory at most. It is a multiple of 128, the tile size of
+    products. On a CPU, logits fit in the caches. An unknown GPU counts as the smallest usual one.
     """
     if not vocab_shard:
         return 0

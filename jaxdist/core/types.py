@@ -28,8 +28,8 @@ Batch: TypeAlias = dict[str, Array]
 """Named arrays whose first dim is the batch.
 
 Text: `tokens`, `targets` int32 [batch, seq]; `weights` float32 [batch, seq] (0 = not in the loss);
-`segments` int32 [batch, seq] (document ids in a packed row, 1, 2, ...; 0 = padding; absent if rows
-are not packed); `positions` int32 [batch, seq] (position inside the document).
+packed rows also `segments` int32 [batch, seq] (document ids in a row, 1, 2, ...; 0 = padding) and
+`positions` int32 [batch, seq] (position inside the document).
 Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weights` [batch].
 The step adds `rows` int32 [batch]: the row's index in the global batch, for random bits."""
 
@@ -89,7 +89,7 @@ Storage: TypeAlias = Literal["float32", "bfloat16", "int8", "uint8"]
 Update: TypeAlias = Literal["gradient", "statistic", "increment", "none"]
 
 LAYER_INPUT = "layer_input"
-"""Name of each layer's input, [batch, seq, d_model], which remat can move to the host only."""
+"""Name of each layer's input, [batch, seq_shard, d_model], for remat policies that offload."""
 
 
 def offloaded_names(remat: str) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ class Context:
             [heads]) -> like query, with this device's heads. See `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
-        split: [batch, seq, ...], equal on all devices -> this device's [batch, seq_shard, ...].
+        split: [batch, seq, ...], equal over `tensor` -> this device's [batch, seq_shard, ...].
         experts: (x [batch, seq, d_model], `Routing` of these tokens, up, down, activate, biases
             of both products if any) -> (this device's partial sums [batch, seq, d_model], number
             of further exchanges or None); see `experts.make_experts`.
@@ -298,8 +298,8 @@ class Context:
             cross-entropy, fused with the head's product. See `losses.token_cross_entropy`.
         token_logps: (TokenHead, targets [batch, seq] or [batch, seq, outcomes], temperature=1.0,
             top_k=0, top_p=1.0) -> `TokenLogps`, differentiable. `token_loss` is faster.
-        dropout_key: PRNG key for this step and layer; None = no dropout, as in evaluation.
-        layer: model index of the current block, int32 scalar.
+        dropout_key: PRNG key of the step, in blocks of the layer; None = evaluation, no dropout.
+        layer: index of the current block among the stacked layers, int32 scalar.
         platform: "cpu" or "gpu", of the mesh and not of the default backend.
     """
 
@@ -359,7 +359,7 @@ Objective: TypeAlias = Callable[[Any, Batch, Context], Sums]
 Optional attributes: `rows_per_example` is the number of adjacent rows per example, by default 1.
 `prepare` is called first: (global batch, logps) -> batch with more fields [rows, ...]. Its `logps`
 maps (batch, adapters=True) to the summed log-probability of each row's targets with a weight above
-0, float32 [rows]. `unit` names what `weight` counts."""
+0, float32 [rows]; `extra_forwards` counts its calls. `unit` names what `weight` counts."""
 
 
 def rows_per_example(objective: Objective | None) -> int:
@@ -397,7 +397,7 @@ class Model:
             step. With several microbatches or pipeline stages, an earlier forward pass computes the
             totals, and `batch[name]` has them, float32 [batch, num_layers, ...]. Otherwise the
             batch lacks them: the only microbatch has all terms.
-        num_layers: size of the stacked dim; 0 when there is none.
+        num_layers: size of the stacked dim; 0 if there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` by convention: "causal" counts half of S² attention, "full" all of it.
         unit: unit of `weight`, "tokens" or "images".

@@ -45,7 +45,7 @@ class ParameterGroup(NamedTuple):
         return trained(tree, axes) if self.is_average else tree
 
     def start(self, params: Params, axes: Any) -> Params:
-        """Return a new group: a copy of parameters [...], so that both can be donated."""
+        """Return a new group: a copy of its leaves [...] of `params`; both can be donated."""
         copy = lambda x: jnp.array(x, dtype=self._dtype(x.dtype), copy=True)
         return jax.tree.map(copy, self.select(params, axes))
 

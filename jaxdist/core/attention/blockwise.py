@@ -1,8 +1,9 @@
 """Block-wise attention in plain JAX: the [queries, keys] matrix of a row is never materialized.
 
 Scores of one block of queries and one block of keys at a time update a running softmax. Backward
-recomputes them from the log-sum-exp. Pairs of blocks without a visible key are skipped. Queries and
-keys have positions (`Span`), so any part of a row can attend to any other; `merge` joins results.
+recomputes them from the log-sum-exp. Pairs of blocks are skipped if positions or documents exclude
+visible keys. Queries and keys have positions (`Span`), so any part of a row can attend to any
+other; `merge` joins results.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2, as loops of XLA products.
 
@@ -45,7 +46,7 @@ UNSEEN = -1e30
 """Log-sum-exp of a query that saw no key; finite, so that differences are not NaN."""
 
 BLOCK = 256
-"""Positions per block: on CPUs twice as fast as 1024, whose scores do not fit in the cache."""
+"""Maximum positions per block: on CPUs twice as fast as 1024, whose scores exceed the cache."""
 
 
 class Span(NamedTuple):
@@ -93,7 +94,7 @@ class BackwardStats(NamedTuple):
 def attend(
     query: Q, key: KV, value: KV, queries: Span, keys: Span, rule: Rule, sink: Sink | None = None
 ) -> Q:
-    """Compute softmax(query · key / √head_dim, masked) · value; 0 for a query that sees no key."""
+    """Compute softmax(query · key / √head_dim, capped, masked) · value; 0 if no key is seen."""
     query, key, value, sink = declare_alike(query, key, value, sink)
     return _attend(query, key, value, sink, queries, keys, rule)
 
@@ -270,7 +271,7 @@ def _together(*inputs: Any) -> Any:
 
 
 _Grads: TypeAlias = tuple[Array, Array, Array]
-"""Accumulated float32 gradients: of all queries, and of keys and values of one block."""
+"""Accumulated gradients (`wide_dtype`): of all queries, and of keys and values of one block."""
 
 
 class _Running(NamedTuple):

@@ -6,7 +6,8 @@
     hybrid       all_to_all inside groups of neighbors, a ring over the groups
 
 All except `all_gather` are an all-to-all inside groups of `inner` devices, and a ring over the
-groups (`ring.py`): for `ring`, `inner` is 1; for `all_to_all`, there is one group.
+groups (`ring.py`): for `ring`, `inner` is 1; for `all_to_all`, there is one group. In this file,
+`seq_shard` positions of a row are on a device.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "Llama 3",
 section 3.3.2 (all-gather); Fang & Zhao 2024, "USP".
@@ -106,7 +107,7 @@ def plan_exchange(
 
 
 _NEEDS = {
-    "ring": "with pp > 1 it needs an even number of devices, which exchange in pairs",
+    "ring": "with pp > 1 a ring needs an even number of devices, which exchange in pairs",
     "all_to_all": "it needs query heads that cp divides, and key/value heads that divide or are "
     "divided by cp",
     "hybrid": "it needs a group of neighbors on one node, more than one and fewer than cp, that "
@@ -129,7 +130,7 @@ def _choose(
     if inside > 1 and size // inside > 1 and inside > heads // kv_heads + 1:
         return "hybrid", f"{inside} neighbors exchange heads, which shortens the ring"
     if 1 in rings:
-        return "ring", "keys and values travel while those at hand are multiplied"
+        return "ring", "keys and values are sent while earlier ones are multiplied"
     return "all_gather", _NEEDS["ring"]
 
 
@@ -251,7 +252,7 @@ class _Group(NamedTuple):
         return mixed if self.size == 1 else self._all_to_all(mixed, 1, 2)
 
     def join(self, x: Shaped[Array, "batch seq_shard"]) -> Shaped[Array, "batch seq"]:
-        """Concatenate positions of all devices: seq = size · seq_shard."""
+        """Concatenate positions of the group's devices: seq = size · seq_shard."""
         if self.size == 1:
             return x
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
@@ -310,7 +311,7 @@ def gather_keys(tree: Any) -> Any:
 
 
 def gathered_spans(query: Q, segments: Segments | None) -> tuple[Span, Span]:
-    """Return the positions of local queries, and those of all keys in device order."""
+    """Return the spans of local queries, and of all keys in device order."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.position_ids_of(i, length, size) for i in range(size)])
     return (

@@ -140,7 +140,7 @@ def forward_packed(query: Q, key: KV, value: KV, segments: Segments, rule: Rule)
 def backward_packed(
     query: Q, key: KV, value: KV, out: Q, lse: Lse, cotangent: Q, *, segments: Segments, rule: Rule
 ) -> tuple[Q, KV, KV]:
-    """Return gradients in the inputs' dtypes; see `backward` for `out`, `lse`, `cotangent`."""
+    """Return gradients in the inputs' dtypes; `out` and `lse` are over all keys of the queries."""
 
     def pull_back(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
         stats = stats_of(lse, own.starts)
@@ -197,7 +197,7 @@ def backward(
     *,
     sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Q, KV, KV]:
-    """Call the kernel once; return the gradients through these keys, in the inputs' dtypes."""
+    """Call the kernel once; return gradients through these keys, as `backward_packed` does."""
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
     dq, dk, dv = primitive.bind(*operands, **_settings(query, rule, sequences))
@@ -218,7 +218,7 @@ def _others(query: Q, key: KV, sequences: tuple[Sequences, Sequences] | None) ->
 def _first_elements(
     sequences: Sequences, x: Float[Array, "batch seq heads head_dim"]
 ) -> Int[Array, "batch number_plus_1"]:
-    """Return each sequence's offset in x in elements; padding is the end of the array."""
+    """Return each sequence's offset in x in elements, then `batch` times the end of x."""
     batch, seq = x.shape[:2]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * seq
     starts = (sequences.starts + rows).reshape(-1)

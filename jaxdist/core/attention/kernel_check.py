@@ -58,9 +58,9 @@ class KernelCheck:
     """Result of the comparison with the reference.
 
     Attributes:
-        errors: output and gradients -> largest error relative to the reference's peak; {} if the
-            kernel failed, if another process rejects it, or if only others compared it.
-        rejection_reason: why the kernel is not used; "" = it is used.
+        errors: output or gradient -> largest error relative to the reference's peak; {} if the
+            kernel failed, if only another process rejects it, or if only others compared it.
+        rejection_reason: why the kernel must not be used; "" = it may.
     """
 
     errors: dict[str, float]
@@ -100,7 +100,7 @@ def validate_kernel(use: Use, shapes: Shapes, device: jax.Device) -> KernelCheck
 
 
 def judge(use: Use, device: jax.Device, compare: Callable[[], dict[str, float]]) -> KernelCheck:
-    """Return the result of `compare` on a device: name -> error relative to the peak."""
+    """Return the `KernelCheck` from `compare`, which returns name -> error / peak, on a device."""
     kernel = kernel_of(use)
     try:
         with jax.default_device(device):

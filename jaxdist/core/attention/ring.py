@@ -39,8 +39,7 @@ from jaxdist.core.types import Array
 class Ring(NamedTuple):
     """A ring of groups of `inner` devices on the context axis; `paired` as in `ExchangePlan`.
 
-    `fused`: hops run on cuDNN's kernel. Positions are then in the order of `in_row_order`. A query
-    sees all earlier keys of its document, or of its row if rows are not packed.
+    `fused`: hops run on cuDNN's kernel, without a window, on positions ordered by `in_row_order`.
     """
 
     inner: int
@@ -165,7 +164,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
     mine, total = Queries(query, segments), GlobalAttention(out, cotangent, lse)
 
     def pull_back(chunk: _Chunk, hop: Any, half: int | None) -> PartGrads:
-        """Return gradients through half of the chunk's keys, or all (None), for `scatter`."""
+        """Return half of the gradients of a hop, or all of them (None), for `scatter`."""
         key, value = chunk.keys_values
         if ring.fused:
             assert half is not None

@@ -146,7 +146,7 @@ def _scores(q: Array, k: Array, tile: _Tile, rule: Rule) -> Array:
 def _allowed(
     tile: _Tile, segments: Segments | None, rule: Rule
 ) -> Bool[Array, "batch_or_1 1 1 queries keys"]:
-    """Return the mask of a tile, compared at trace time; XLA:CPU would compare for each score."""
+    """Return a tile's mask. Positions are compared at trace time; XLA:CPU would for each score."""
     position = lambda part: np.arange(part.start, part.stop)
     behind = position(tile.queries)[:, None] - position(tile.keys)
     visible = behind >= 0 if rule.causal else np.ones_like(behind, bool)
@@ -177,7 +177,7 @@ def _sum_over_tiles(parts: list[Array], tiles: list[_Tile], length: int) -> Arra
 
 
 def _by_head(x: Array, kv_heads: int = 0) -> Array:
-    """Return [batch, kv_heads, group, length, head_dim] of [batch, length, heads, head_dim]."""
+    """Return x as [batch, kv_heads, group, length, head_dim]; without group if `kv_heads` is 0."""
     x = jnp.swapaxes(x, 1, 2)
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]) if kv_heads else x
 

@@ -95,7 +95,7 @@ def backward(
     is_earlier: Bool[Array, ""] | None,
     half: int,
 ) -> PartGrads:
-    """Compute half of the gradients of these keys in one call; see `scatter_to_positions`."""
+    """Compute half of the gradients through these keys; see `scatter_to_positions`."""
     if not is_causal:
         return across_backward(queries, HALVES[half][0](keys), total)
     if half == 0:  # late queries see the early keys of any group
@@ -147,7 +147,7 @@ def within_backward(queries: Queries, keys: Keys, total: GlobalAttention, rule: 
 
 
 def across(queries: Queries, keys: Keys) -> tuple[Q, Lse]:
-    """Return output and log-sum-exp of attention to keys of earlier chunks: no causal mask."""
+    """Return output and log-sum-exp of attention without causal mask, e.g. to earlier chunks."""
     inputs = (queries.query, keys.key, keys.value)
     if queries.segments is None or keys.segments is None:
         out, stats = cudnn.forward(*inputs, _ALL)

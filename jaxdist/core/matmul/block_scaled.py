@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
 def round_mxfp8(x: Float[Array, "batch rows summed"]) -> Blocks:
     """Return x in E4M3, with a scale for each block of 32 elements; `summed` is padded with zeros.
 
-    A block's largest magnitude / its scale is in (224, 448]. A block with a NaN or Inf becomes NaN.
+    A block with a NaN or Inf becomes NaN.
     """
     blocks = _cut(x, BLOCK["mxfp8"])
     scales = scale_of(jnp.max(jnp.abs(blocks), axis=-1), E4M3)

@@ -45,7 +45,8 @@ _SMALLEST_SCALE = -100  # 2^-100 and its inverse cannot overflow
 def scale_of(largest: Float32[Array, "*arrays"], dtype: Any) -> Float32[Array, "*arrays"]:
     """Return the power-of-two scales by which arrays are divided before rounding to `dtype`.
 
-    `largest` / scale is in (max / 2, max] of the format. The scale is 1 for 0, NaN for NaN or Inf.
+    `largest` / scale is in (max / 2, max] of the format, or less if the scale is 2^-100, the
+    smallest. The scale is 1 for 0, NaN for NaN or Inf.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = (bits >> 23) - 127 - _LARGEST_EXPONENT[dtype]

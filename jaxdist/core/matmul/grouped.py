@@ -57,7 +57,7 @@ def make_grouped_dot(platform: str, kernel: Kernel = "blocks") -> Callable[..., 
 
 
 def block_rows(rows: int, groups: int, platform: str) -> int:
-    """Return the number of rows in a block: a power of two up to the mean size of a group.
+    """Return the number of rows in a block: 8, or a higher power of two up to a mean group's.
 
     On GPUs larger blocks copy fewer matrices, and smaller ones have fewer unused rows. With n rows
     of a mean group, both cost the same at √(n · `_ROWS_OF_A_COPY`) rows.
@@ -69,7 +69,7 @@ def block_rows(rows: int, groups: int, platform: str) -> int:
 
 
 def num_blocks(rows: int, groups: int, block: int) -> int:
-    """Return the largest number of blocks that any sizes of the groups need."""
+    """Return an upper bound of the number of blocks for any sizes of the groups."""
     return rows // block + groups
 
 

@@ -53,7 +53,7 @@ def sample_sizes(rows: int, groups: int) -> dict[str, Int[np.ndarray, " groups"]
 def errors_by_expert(
     actual: Array, expected: Array, sizes: Int[np.ndarray, " groups"]
 ) -> Float[np.ndarray, " experts"]:
-    """Return the largest error of each expert relative to its own peak; inf if that is 0.
+    """Return the largest error of each expert relative to its own peak; inf if only that is 0.
 
     The arrays are [rows, width], whose rows after the last expert count as one more, or [groups,
     in, out].

@@ -81,7 +81,7 @@ def _tile(size: int) -> int:
 
 
 def _options(block_m: int, columns: int) -> dict[str, Any]:
-    """Return the options of a kernel whose result has tiles of `block_m` rows, and `columns`."""
+    """Return a kernel's options for tiles of `block_m` rows; the result has `columns` columns."""
     block_n = _tile(columns)
     return {
         "block_m": block_m,
