@@ -51,9 +51,7 @@ def test_header_describes_the_run(tmp_path, caplog):
     assert "devices     8 \u00d7 cpu" in lines
     assert "mesh        dp=4,tp=2" in lines
     assert "model       decoder, 124M parameters" in lines
-    batch = (
-        "batch       32 = 4 per device \u00d7 4 replicas \u00d7 2 accumulation; 4,096 tokens a step"
-    )
+    batch = "batch       32 = 4 rows \u00d7 4 replicas \u00d7 2 accumulation; 4,096 tokens a step"
     assert batch in lines
     (kernels,) = (line for line in lines if line.startswith("kernels "))
     (mfu,) = (line for line in lines if line.startswith("MFU "))

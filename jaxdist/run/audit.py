@@ -107,7 +107,7 @@ def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit:
 def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> str:
     """Compare one step of a small copy of the run on its mesh with one device.
 
-    Return the mesh if both are equal; "" (and log why) if nothing was compared. Raise `ConfigError`
+    Return the mesh if both agree; "" (and log why) if nothing was compared. Raise `ConfigError`
     if they differ. `make_model`, seq_len -> model, replaces the model of the settings.
     """
     config, data = _on(parts.config, parts.spec), parts.config.data
@@ -157,7 +157,7 @@ def differences(
     fields: Fields | None = None,
     objective: Objective | None = None,
 ) -> list[MeshDifference]:
-    """Compare one step on the mesh of the run with one device; return the values that differ.
+    """Compare one step of a small copy on the mesh with one device; return values that differ.
 
     The mesh of `config` sets the size of every axis and matches the number of `devices`.
     `make_model` (seq_len -> model) and `objective` override the run's own. `fields` describes
@@ -210,7 +210,7 @@ def _wrong_on(
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:
-    """Return the settings with a small float32 model and few rows that satisfy the mesh's rules."""
+    """Return settings with few rows and a small float32 model (if built-in), legal on the mesh."""
     total = spec[PIPELINE] * max(1, config.pipeline.num_virtual_stages)
     layers = 2 * total - (config.model.dims.get("layers", 0) % total > 0)
     multiple = math.prod(spec.sizes.values())

@@ -1,4 +1,4 @@
-"""Log-probabilities of the weights that a run starts from, computed once for every row.
+"""Log-probabilities by the weights that a run starts from, computed once for every row.
 
 Preference tuning of all weights compares with them, so that no second copy of the weights is held.
 They are kept in the cache folder, by the digests of weights and rows.
@@ -62,7 +62,7 @@ class WithColumns:
 def with_reference(parts: Parts, *datasets: Any) -> tuple[Any, ...]:
     """Return the datasets, if needed with log-probabilities by the reference model; collective.
 
-    Store the digest of the weights in `parts.base`, with which a resume is compared.
+    If needed, store the weights' digest in `parts.base`, for the comparison of a resume.
     """
     if not parts.config.precomputes_reference:
         return datasets

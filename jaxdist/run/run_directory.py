@@ -23,9 +23,9 @@ START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 class RunDirectory:
     """The files of one run. Process 0 writes them, each process its own logs, traces and arrays.
 
-    `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start ran the
-    deep audit of a custom model, else "". `objective`: names of the objects that a Python program
-    passed to this start, else "". `compiled`: see `Parts.compiled`; {} if not compiled to a budget.
+    `resumed`: the directory already contains a run. `audited_mesh`: the mesh if this start
+    passed the deep audit, else "". `objective`: names of the objects that a Python program passed
+    to this start, else "". `compiled`: see `Parts.compiled`; {} if not compiled to a budget.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):

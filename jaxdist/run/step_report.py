@@ -121,7 +121,7 @@ class StepReporter:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.parts.items())
         fields: dict[str, Any] = {f"{name}_s": seconds for name, seconds in times.parts.items()}
         fields |= {"step": step, "seconds": times.total}
-        since = "the failure" if times.follows_failure else "the start of this process"
+        since = "the failure" if times.follows_failure else "the start"
         self.monitor.event(
             "restart",
             message=f"step {step} was done {times.total:.1f} s after {since}: {parts}",

@@ -59,8 +59,8 @@ class Alerts:
             step=step,
             data_wait_share=share,
             level=logging.WARNING,
-            message=f"the data loader is the bottleneck: {percent(share)} of the last "
-            f"{WINDOW_STEPS} steps went to waiting for data (warned above "
+            message=f"the data loader is the bottleneck: {percent(share)} of the time of the last "
+            f"{WINDOW_STEPS} steps was waiting for data (warned above "
             f"{percent(DATA_WAIT_WARNING)}). Raise data.num_workers for costly transforms "
             "or use a faster disk.",
         )

@@ -138,7 +138,7 @@ def block(rows: Sequence[Row]) -> list[str]:
 def header_rows(facts: Mapping[str, Any]) -> list[Row]:
     """Return the rows of the header, from the fields of the `run` event."""
     batch = (
-        f"{facts['global_batch_size']:,} = {facts['per_device_batch']} per device {TIMES} "
+        f"{facts['global_batch_size']:,} = {facts['per_device_batch']} rows {TIMES} "
         f"{facts['num_replicas']} replicas {TIMES} {facts['accumulation']} accumulation"
     )
     if facts["tokens_per_row"] > 1:

@@ -21,7 +21,7 @@ MFU_FORMULA = (
 
 
 class Throughput:
-    """Rates of one start: medians, so that one slow step does not change them."""
+    """Rates of one start: medians, so that one slow step hardly changes them."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Throughput:
         return {name: value for name, value in fields.items() if value is not None}
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Return the seconds of the steps left by the median step time; None before any step."""
+        """Return the seconds left by the median step time; None before the first `add`."""
         if steps_left <= 0:
             return 0.0
         step_time_s = self.step_time_s
