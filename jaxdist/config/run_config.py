@@ -73,7 +73,7 @@ class RunConfig:
     replay: str = setting(
         "",
         "RUN:STEP = do not train: repeat that step of a run several times from the checkpoint "
-        "before it, and report whether a bad result is reproduced",
+        "before it, and report whether its result is reproduced",
     )
     init_from: str = setting(
         "",

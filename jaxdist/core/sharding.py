@@ -50,8 +50,9 @@ class MeshConfig:
         "auto",
         "exchange for attention between the devices that share a row (cp > 1): ring = keys and "
         "values move around a ring, all_gather = every device gathers all keys and values, "
-        "all_to_all = each device gets all positions of some heads, hybrid = all_to_all inside a "
-        "node and a ring between nodes; auto = by heads, cp and packing; the log has the reason",
+        "all_to_all = each device gets all positions of some heads, hybrid = all_to_all in groups "
+        "on one node and a ring between groups; auto = by heads, cp and packing; the log has the "
+        "reason",
     )
     elastic: bool = setting(
         False,

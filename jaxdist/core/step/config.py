@@ -66,7 +66,7 @@ class TrainConfig:
     z_loss: float = setting(
         0.0,
         "factor of the mean squared log-partition function of the head, which training adds to the "
-        "loss (reported as aux_loss); 1e-4 keeps logits small",
+        "loss (part of aux_loss); 1e-4 keeps logits small",
         ge=0,
     )
     label_smoothing: float = setting(
