@@ -1,4 +1,4 @@
-"""Checks of devices and weights at the start of a run."""
+"""Checks of devices at the start of a run, and of weights."""
 
 from __future__ import annotations
 

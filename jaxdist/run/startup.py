@@ -115,7 +115,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Download initial weights from the hub before other processes wait, if they are needed."""
+    """Download initial weights from the hub if a new run, or one with adapters, needs them."""
     directory = config.named_directory
     resumes = bool(directory) and bool((locate(directory) / "checkpoints").entries())
     if hub.is_hub_name(config.init_from) and (config.lora.rank or not resumes):
