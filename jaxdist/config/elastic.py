@@ -90,7 +90,7 @@ def _is_legal(config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | 
 def _with_batches(
     config: RunConfig, full: MeshSpec, spec: MeshSpec, model: Model | None
 ) -> RunConfig:
-    """Return settings with more and smaller batches: no device gets more rows at a time."""
+    """Return settings with more microbatches and evaluation batches, no larger on a device."""
     batch, size = config.train.global_batch_size, config.rows_per_example(model)
     microbatch = batch // full.num_replicas // _num_microbatches(config, full, size)
     count = _count(batch // spec.num_replicas // size, microbatch // size)

@@ -280,8 +280,9 @@ class RunConfig:
             f"objective.teacher={self.objective.teacher}": bool(self.objective.teacher),
         }
         return [
-            f"train.seq_schedule with {name}: only texts of files, packed as stream or documents, "
-            "can be cut to shorter rows, and only for the models of this package. Leave out one."
+            f"train.seq_schedule with {name}: only texts that this package packs, as stream or "
+            "documents, can be cut to shorter rows, and only for its models without a teacher. "
+            "Leave out one."
             for name, is_so in reasons.items()
             if is_so and train.seq_schedule
         ]

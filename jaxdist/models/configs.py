@@ -108,7 +108,7 @@ class _ModelDefaults:
 
 
 class _ImageDefaults(_ModelDefaults):
-    """Facts of the image classifiers, which read CIFAR-10."""
+    """Facts of the image classifiers, of which size and classes are those of CIFAR-10."""
 
     reads: ClassVar[str] = "images"
     image_size: ClassVar[int] = 32

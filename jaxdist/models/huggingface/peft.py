@@ -173,7 +173,7 @@ def _in_peft(target: str, model: DecoderConfig) -> str:
 
 
 def token_tables(model: DecoderConfig, lora: LoraConfig) -> dict[str, str]:
-    """Return our array of the rows [tokens, d_model] of `token_ids` -> module in Hugging Face."""
+    """Return our arrays of the rows [tokens, d_model] of `token_ids` -> Hugging Face's module."""
     if not lora.token_ids:
         return {}
     names = {"params/embed/table", "params/head/kernel"}
@@ -230,7 +230,7 @@ def rename_problems(model: DecoderConfig, lora: LoraConfig) -> list[str]:
 
 
 def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
-    """Return our settings of an `adapter_config.json`; raises `ConfigError` if unsupported."""
+    """Return our settings of an `adapter_config.json`, dropout 0; `ConfigError` if unsupported."""
     if not isinstance(peft, Mapping):
         raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
     problems = [
