@@ -83,14 +83,6 @@ def test_largest_batch_within_a_limit(monkeypatch, capsys):
         fit_batch.main([*words[:-2], "--limit-gib=1e-9"])
 
 
-def test_rows_are_per_microbatch_of_a_pipeline():
-    """Without train.num_microbatches, the schedule of the run gives their number."""
-    words = tiny("--mesh=pp=2", "--simulate=2", "--train.global_batch_size=16", "--rows=3")
-    config = fit_batch._read(words)
-    parts = fit_batch._with_rows(config, assemble(config.run, jax.devices()[:2]))
-    assert (parts.config.train.num_microbatches, parts.config.train.global_batch_size) == (8, 24)
-
-
 def test_children_that_die_do_not_fit_and_other_errors_are_reported(tmp_path, monkeypatch):
     with refused("exit code 2", "--limit-gib"):  # a real child
         fit_batch.main(tiny("--simulate=1"))
