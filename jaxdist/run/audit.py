@@ -145,8 +145,8 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
             ]
         )
     seconds = time.perf_counter() - start
-    text = "deep audit: one step of a small copy on %s agrees with that on one device (%.1f s)"
-    log.info(text, parts.spec, seconds)
+    line = "deep audit: one step of a small copy on %s agrees with that on one device (%.1f s)"
+    log.info(line, parts.spec, seconds)
     return str(parts.spec)
 
 
