@@ -184,7 +184,7 @@ def test_settings_that_cannot_shrink_are_rejected(flags, facts):
 def test_fewer_simulated_devices_are_accepted_for_an_elastic_mesh():
     flags = ["--mesh=dp=4", "--simulate=2"]
     assert read_run([*flags, "--mesh.elastic=true"], command="x").mesh.shape == "dp=4"
-    with refused("dp=4", "4 devices", "2 are visible"):
+    with refused("dp=4", "4 devices", "2 are available"):
         read_run(flags, command="x")
 
 

@@ -96,12 +96,12 @@ def test_a_built_mesh_keeps_the_order_of_devices():
 @pytest.mark.parametrize(
     ("text", "visible", "facts"),
     [
-        ("dp=2,tp=2,pp=3", 8, ["12 devices", "8 are visible", "--simulate 12"]),
-        ("dp=16", 8, ["16 devices", "8 are visible", "dp=-1"]),
-        ("dp=4", 1, ["4 devices", "1 is visible", "dp=-1"]),
-        ("1", 8, ["1 device,", "8 are visible"]),
-        ("dp=2,tp=2", 8, ["4 devices", "8 are visible", "dp=-1", "CUDA_VISIBLE_DEVICES"]),
-        ("tp=3", 8, ["3 devices", "8 are visible. Set CUDA_VISIBLE_DEVICES"]),  # not dp=-1
+        ("dp=2,tp=2,pp=3", 8, ["12 devices", "8 are available", "--simulate 12"]),
+        ("dp=16", 8, ["16 devices", "8 are available", "dp=-1"]),
+        ("dp=4", 1, ["4 devices", "1 is available", "dp=-1"]),
+        ("1", 8, ["1 device,", "8 are available"]),
+        ("dp=2,tp=2", 8, ["4 devices", "8 are available", "dp=-1", "CUDA_VISIBLE_DEVICES"]),
+        ("tp=3", 8, ["3 devices", "8 are available. Set CUDA_VISIBLE_DEVICES"]),  # not dp=-1
     ],
 )
 def test_wrong_number_of_devices_is_refused_with_the_fix(text, visible, facts):

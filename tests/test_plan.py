@@ -358,7 +358,7 @@ def test_schedules_too_large_to_draw_are_rejected():
         (["--gpus", "h100:8", "--hardware", "no.toml"], ["no.toml'", "read"]),
         (["--gpus", "h100:8", "--stagse", "3"], ["--stagse", "--stages"]),
         (["--gpus", "h100:8", "--model.num_heads", "7"], ["num_heads=7", "d_model"]),
-        (["--gpus", "h100:8", "--mesh", "tp=16"], ["16 devices", "8 are visible"]),
+        (["--gpus", "h100:8", "--mesh", "tp=16"], ["16 devices", "8 are available"]),
     ],
 )
 def test_bad_arguments_are_rejected_with_a_fix(flags, facts):

@@ -90,7 +90,7 @@ class ActivationSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind and purpose, over one axis, in one step.
+    """Collectives of one kind and purpose in one step.
 
     Attributes:
         purpose: the data that are communicated, e.g. "activations".
@@ -123,8 +123,8 @@ class Axis:
         dims: logical dims that it splits, unless `Model.rules` override them.
         sums_gradients: when its devices sum the gradients of parameters that it does not split.
         shrinks: an elastic job may reduce its size.
-        proposed: error messages propose meshes with it even if the request has none.
-        complexity: of two equally fast meshes the planner prefers the one with the lower sum.
+        proposed: meshes that jaxdist proposes may have it even if the request has none.
+        complexity: the planner prefers a lower sum over axes unless it is clearly slower.
         divides: why its size must divide its dims, for error messages; "" = it need not.
         problems: (size > 1, workload) -> further reasons why the size is illegal.
         traffic: communication of activations in one step of a decoder.

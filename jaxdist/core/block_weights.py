@@ -5,7 +5,7 @@ stores [outputs, inputs] row by row. Blocks do not depend on the mesh, and no sh
 values are the same on every mesh, and an all-gather moves the stored bytes.
 
     format   code                      scale of a block                           bits per weight
-    nf4      4 bits, two in a byte     8 bits, a range per 256 blocks, a mean     4.1 to 4.3
+    nf4      4 bits, two in a byte     8 bits, a range per 256 blocks, a mean     4.1 to 4.6
     int8     8 bits                    float32                                    8.5
 
 References:

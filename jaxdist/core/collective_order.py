@@ -83,7 +83,7 @@ PASS = "earlier_pass"
 
 
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
-    """Return `function` with its collectives in program order, for `jax.shard_map` on CPUs.
+    """Return `function` with its collectives in program order, for meshes of CPUs.
 
     The result is not differentiable. `hidden`: XLA shards an axis automatically, so loops and
     branches may contain collectives that are not in the trace. If an argument has the field `PASS`,

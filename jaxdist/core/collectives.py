@@ -72,7 +72,7 @@ TOKEN_VALUES = "token_values"
 
 
 def per_token(x: Array) -> Array:
-    """Declare for the mesh audit that x [batch, seq] is split like the tokens of the batch."""
+    """Declare for the mesh audit that x [batch, seq, ...] is split like the tokens of the batch."""
     return checkpoint_name(x, TOKEN_VALUES)
 
 

@@ -85,7 +85,7 @@ class MeshSpec:
         if num_devices % rest:
             raise ConfigError(
                 f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
-                f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
+                f"divide the {in_devices(num_devices)} that are available. Choose sizes whose "
                 f"product divides {num_devices}."
             )
         return self.replace(
@@ -157,7 +157,7 @@ class MeshSpec:
             fix = f"{rows.short}=-1 to use all devices, or {fix}"
         raise ConfigError(
             f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
-            f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
+            f"{'is' if num_devices == 1 else 'are'} available. Set {fix}."
         )
 
 

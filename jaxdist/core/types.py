@@ -343,7 +343,7 @@ class Decoding:
         init_cache: (batch, max_len, dtype) -> cache, each leaf [layers, batch, max_len, ...].
         cache_dims: logical dims of the cache's leaves.
         step: (params, cache, tokens [batch, n], positions [batch, n], context) ->
-            (logits float32 [batch, n, vocab], cache). Position -1 marks padding.
+            (logits float32 [batch, n, vocab_size], cache). Position -1 marks padding.
         max_len: longest sequence that positions allow.
     """
 
@@ -393,10 +393,10 @@ class Model:
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
         increments: (sums of layers of the step, [num_layers, ...]) -> tree of the increments of the
             parameters with update="increment", [num_layers, ...]; None if there are none.
-        step_sums: names of sums of layers (`LAYER_SUM`) of which the blocks read the total of the
-            step. With several microbatches or pipeline stages, an earlier forward pass computes the
-            totals, and `batch[name]` has them, float32 [batch, num_layers, ...]. Otherwise the
-            batch lacks them: the only microbatch has all terms.
+        step_sums: names of sums of layers (`LAYER_SUM`) of which the blocks read the total of a
+            train step. With several microbatches or pipeline stages, an earlier forward pass
+            computes the totals, and `batch[name]` has them, float32 [batch, num_layers, ...].
+            Otherwise, and in evaluation, the batch lacks them.
         num_layers: size of the stacked dim; 0 if there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` by convention: "causal" counts half of S² attention, "full" all of it.

@@ -143,7 +143,7 @@ SumOver: TypeAlias = Callable[[Any, Literal["batch", "seq", "seq_shard", "tensor
 """The type of `Context.sum`."""
 
 ADAPTED = "adapted"
-"""Name of the sum of several products, which remat saves instead of each product."""
+"""Name of the sum of several products, which the remat policy "dots" saves."""
 
 
 class CompositeWeight:

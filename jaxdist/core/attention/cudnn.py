@@ -272,7 +272,7 @@ def missing() -> str:
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether remat keeps a value: True for outputs and log-sum-exps of attention."""
+    """Return True for outputs and log-sum-exps of attention, for remat policies."""
     if primitive.name == "name":
         return params["name"] == "attention"
     return primitive.name == "dot_product_attention_fwd_wrapper"
