@@ -418,7 +418,7 @@ BAD_SOURCES = {
     "missing_field": (save("a.jsonl", GOOD + b'{"body": "x"}\n'), "a.jsonl:2 ", "field 'text'"),
     "not_text": (save("a.jsonl", b'{"text": 3}\n'), "a.jsonl:1 ", "no text 'text'"),
     "not_an_object": (save("a.jsonl", b'["x"]\n'), "a.jsonl:1 ", "field 'text'"),
-    "line_not_utf8": (save("a.jsonl", GOOD + b'{"text": "\xff"}\n'), "UTF-8", "line 2"),
+    "line_not_utf8": (save("a.jsonl", GOOD + b'{"text": "\xff"}\n'), "UTF-8", "row 2"),
     "cut_off_gzip": (save("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9]), "a.jsonl.gz", "damaged"),
     "not_gzip": (save("a.jsonl.gz", GOOD), "a.jsonl.gz", "damaged"),
     "flipped_gzip": (

@@ -130,7 +130,7 @@ def test_undeclared_change_is_rejected(files, change):
         ({"mixture_weights": ["5:1"]}, "1 numbers for 2 sources"),
         ({"mixture_weights": ["5:1/x"]}, "STEP:WEIGHT"),
         ({"mixture_weights": ["5:1/size"]}, "mixes size"),
-        ({"mixture_weights": ["5:1/1", "5:1/2"]}, "Sort them"),
+        ({"mixture_weights": ["5:1/1", "5:1/2"]}, "increasing steps"),
         ({"mixture_weights": ["5:0/0"]}, "remove its source"),
         ({"mixture_weights": [0.0, 1.0]}, "never used"),
         ({"sources": ["a.txt"], "mixture_weights": ["5:1"]}, "several sources"),

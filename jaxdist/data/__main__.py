@@ -50,8 +50,8 @@ Then train on it:
 
     python -m jaxdist.train --data.sources tokens
 
-The folder appears complete or not at all. After an interruption start the same command again: it
-continues (from the beginning if DIR is a URL)."""
+A local folder appears complete or not at all. After an interruption start the same command again:
+it continues after complete parts of 64 MiB or more (from the beginning if DIR is a URL)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Map batch numbers to this process's rows as grain datasets, and prefetch the batches.
 
 One element is a complete local batch, so grain's Python overhead is paid once per batch
-(`scripts/bench/results/data.md`). Worker processes read rows and run transforms. A thread of the
-training process moves batches to devices.
+(`scripts/bench/results/data.md`). A thread of the training process moves batches to devices and, if
+there are no worker processes, also reads rows and runs transforms.
 
 Shapes: `batch` counts the global rows and `local` the rows of this process. If devices share rows,
 `local_seq` counts its positions of a row, in the order of `core.parallel.context.device_order`.
@@ -101,7 +101,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
     """Map a batch number to its first index and its rows, as stored; padding has weight 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
-        """Select every row once, or rows of `max_batches` batches spread evenly over the data."""
+        """Select every row once, or at most `max_batches` batches spread evenly over the data."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._held = batch_size, held

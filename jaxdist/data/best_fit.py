@@ -1,7 +1,7 @@
 """Place documents into rows by best fit, from the number of documents of each length alone.
 
 Rows of equal composition form a run, so that a plan has some thousand entries for any number of
-documents. Only the order of documents by length takes memory for each document: 4 bytes.
+documents. Only the order of documents by length takes memory for each document: usually 4 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.data.corpus import Corpus
 
 Entries: TypeAlias = tuple[tuple[int, int, int], ...]
-"""(length, count, first): row i of a run has `count` pieces of it, from index first + i·count."""
+"""(length, count, first): row i of a run has `count` pieces of the length, from first + i·count."""
 
 _BLOCK = 1 << 16
 """Number of documents whose ends are read together."""
@@ -164,7 +164,7 @@ class BestFitPlan:
 
     @functools.cached_property
     def _dropped(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices, int64 [n], of full rows and of documents with remainders outside of the loss."""
+        """Indices of dropped full rows and of documents with dropped remainders, int64 [n] each."""
         full_rows: list[int] = []
         rests: list[int] = []
         document, number = self._documents[0], 0

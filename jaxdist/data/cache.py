@@ -48,7 +48,7 @@ def _home() -> Path:
 
 @contextlib.contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during a `with` block; other processes of this host wait."""
+    """Hold the lock file `path` (see `flock`) in a `with` block; others of this host wait."""
     with path.open("w") as file:
         flock(file, fcntl.LOCK_EX)
         yield

@@ -152,7 +152,7 @@ def is_metadata(name: str) -> bool:
 
 
 def check_fields(record: dict[str, Any], used: Sequence[str], which: str = "") -> None:
-    """Raise `BadRecord` if a field that is not empty is neither in `used` nor metadata."""
+    """Raise `BadRecord` unless each field is in `used`, metadata, empty, or a mask of 1."""
     lost = [
         key
         for key, value in record.items()
@@ -226,7 +226,7 @@ class JinjaTemplate:
     """Format with a tokenizer's template, as Hugging Face's `apply_chat_template` does.
 
     A learned answer begins after its generation prompt, including any `<think>` block that the
-    template adds (with `data.text_format` 1, at its content), and ends with the next special token.
+    template adds (with `data.text_format` 1: its content), and includes a special token after it.
     The end of its content is detected by rendering a different answer and comparing. Deviation: the
     template has no current date (`strftime_now`), because data must not depend on the day.
     """
@@ -349,7 +349,7 @@ class JinjaTemplate:
             )
         except TemplateFailed as error:
             raise BadRecord(
-                f"does not fit the chat template {self.name} ({error}). Repair it, or use "
+                f"does not fit the chat template {self.name} ({error}). Repair one, or use "
                 "data.chat_template=plain."
             ) from None
 

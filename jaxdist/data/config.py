@@ -1,4 +1,4 @@
-"""Settings of data. Importing it is fast, so wrong values are rejected before a device starts."""
+"""Settings of data. Importing it is fast, so that they are checked before a device starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMIT = r"(?:-|\d{1,9}(?:\.\d{1,9})?)"
 _PASSES = re.compile(rf"passes:{_LIMIT}(?:/{_LIMIT})*")
 
 PACKING_FORMAT = 3
-"""Value of `data.text_format` that packs documents by their lengths alone."""
+"""Value of `data.text_format` for which best_fit places documents by their lengths alone."""
 
 SMALLEST_SHARE = 1e-3
 """Smallest positive weight of a source, as a share of all: mixing rounds shares to 1/65536."""
@@ -35,7 +35,7 @@ SMALLEST_SHARE = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Settings of sources and of rows in a batch."""
+    """Settings of sources, tokens and rows."""
 
     sources: list[str] = setting(
         ["stdlib"],
@@ -161,7 +161,7 @@ class DataConfig:
 
     @property
     def first_weights(self) -> list[float]:
-        """The numbers before the stages in `mixture_weights`; [] = none."""
+        """The plain numbers in `mixture_weights`; [] = none."""
         return [float(item) for item in self.mixture_weights if not isinstance(item, str)]
 
     @property
@@ -205,7 +205,7 @@ class DataConfig:
 
     @functools.cached_property
     def packs_documents(self) -> bool:
-        """Return whether attention and loss in a row stop at document boundaries."""
+        """Return whether attention and loss in rows of files stop at document boundaries."""
         if self.has_single_rows:
             return False
         if self.packing != "auto":
@@ -219,7 +219,7 @@ class DataConfig:
         return [split_set(item) for item in self.eval_sources]
 
     def problems(self) -> list[str]:
-        """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
+        """Return error messages of violated rules; bounds such as `ge` are checked elsewhere."""
         errors = []
         if not self.sources:
             errors.append(
@@ -254,7 +254,7 @@ class DataConfig:
         if "stdlib" in others and (self.has_single_rows or {*self.sources} <= {"stdlib"}):
             errors.append(
                 f'data.records={self.records} with source "stdlib", which is text: records come '
-                "from .jsonl or .parquet files. Set data.sources to them."
+                "from .jsonl, .parquet or .tar files. Set data.sources to them."
             )
         if self.has_single_rows and self.packing != "auto":
             errors.append(
@@ -268,7 +268,7 @@ class DataConfig:
             )
         if self.packing == "documents" and self.long_records == "drop":
             errors.append(
-                "data.long_records=drop with data.packing=documents, whose rows cut every record. "
+                "data.long_records=drop with data.packing=documents, whose rows cut any record. "
                 "Use best_fit."
             )
         template = self.chat_template
@@ -305,7 +305,8 @@ class DataConfig:
             errors.append(
                 f"data.streaming with data.records={self.records}, "
                 f"data.long_records={self.long_records}: this needs all records before the first "
-                "step. Leave data.streaming out, or set long_records to cut or drop."
+                "step. Leave data.streaming out; for chat or completion, long_records may also be "
+                "cut or drop."
             )
         return errors
 
@@ -326,7 +327,7 @@ class DataConfig:
                 continue
             step, weights = int(match[1]), match[2].split("/")
             if step <= last:
-                problems.append(f"{name} after a mixture of step {last}. Sort them by step.")
+                problems.append(f"{name} after a mixture of step {last}. Use increasing steps.")
             last = step
             if "size" in weights and any(text != "size" and float(text) for text in weights):
                 problems.append(
@@ -386,12 +387,12 @@ class DataConfig:
                 "each. Add or remove some, or leave mixture_weights empty."
             )
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            return f"{name}: a weight must be 0 or more. Use a number that is 0 or more."
+            return f"{name}: weights must be finite and 0 or more. Use such numbers."
         smallest = min((weight for weight in weights if weight), default=0.0)
         if smallest < SMALLEST_SHARE * sum(weights) or not sum(weights):
             return (
-                f"{name}: {smallest} is less than {SMALLEST_SHARE} of the sum of {weights}. Raise "
-                "it, or remove its source."
+                f"{name}: {weights} needs weights above 0 of at least {SMALLEST_SHARE} of the sum. "
+                f"Raise {smallest}, or remove its source."
             )
         return ""
 
@@ -449,7 +450,7 @@ def is_token_folder(source: str) -> bool:
 
 
 def about_tokens(source: str) -> dict[str, Any] | None:
-    """Return the metadata of a token folder (see `corpus`); None if it has none that is valid."""
+    """Return a token folder's metadata, None without valid ones; raise errors of a store."""
     if is_hub_set(source) or (is_url(source) and (glob.has_magic(source) or url_problem(source))):
         return None
     try:
@@ -468,7 +469,7 @@ _stored_about = functools.lru_cache(_about)  # settings are read often, and each
 
 
 def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
-    """Return the settings for reading a token folder, and its vocabulary size; else None."""
+    """Return settings to read a token folder, and its vocabulary size (0 = unknown); or None."""
     about = about_tokens(source)
     if about is None:
         return None

@@ -2,7 +2,7 @@
 
 DIR/corpus.json        written last; a folder without it is not a corpus
 DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
-DIR/weights-00000.bin  uint8, 0 if a token is not learned; absent if all are
+DIR/weights-00000.bin  uint8, 0 if a token is not learned; absent for text
 DIR/documents.bin      little-endian uint64, the end of each document in tokens
 DIR/tokenizer.json     the tokenizer, the files next to it and the chat template; absent for bytes
 
@@ -56,7 +56,7 @@ SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16."""
 
 PART_BYTES = 64 << 20
-"""A part of the files ends after this many bytes. An interruption loses at most its last part."""
+"""A part ends with the file that reaches this size. An interruption loses at most one part."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
 
@@ -128,8 +128,8 @@ class Corpus:
         tokenizer = load_tokenizer(name, about["eos_token"], about["text_format"])
         if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
-                f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
-                "with. Make the folder again with `python -m jaxdist.data`."
+                f"{str(self.folder)!r}: the tokenizer's files are not those of the tokens. "
+                "Make the folder again with `python -m jaxdist.data`."
             )
         return tokenizer
 
@@ -232,7 +232,7 @@ def cached_corpus(files: Sequence[DataFile], source: str, encoder: Encoder) -> C
 
 
 def _in_parts(files: Sequence[DataFile]) -> list[list[DataFile]]:
-    """Divide files into groups of at least `PART_BYTES`, in order."""
+    """Divide files into groups of at least `PART_BYTES` (but the last), in order."""
     parts: list[list[DataFile]] = [[]]
     num_bytes = 0
     for file in files:

@@ -50,7 +50,7 @@ class CustomRows:
     """Rows of a user as a `Part`; `vocab_size` is the largest id in a few rows + 1."""
 
     def __init__(self, source: Any, name: str):
-        """Read a few rows of `source`, which has len() and [index], to infer the fields."""
+        """Read a few rows of `source`, which has len() and [index], for fields and fingerprint."""
         self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
@@ -268,7 +268,7 @@ def _batch_dtype(field: str, dtype: np.dtype) -> np.dtype | None:
 
 
 def _misfit(value: np.ndarray, dtype: np.dtype) -> str:
-    """Return why an array [...] cannot be converted to `dtype` without loss; "" if it can."""
+    """Return why an array [...] does not fit a field of `dtype` in a batch; "" if it does."""
     own = _batch_dtype("", value.dtype)
     if own is None or (
         own != dtype and dtype != np.float32 and (own, dtype) != (np.bool_, np.int32)

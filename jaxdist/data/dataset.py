@@ -1,4 +1,4 @@
-"""Open sources as datasets: rows by random access, and an identity for resuming."""
+"""Open sources as datasets with an identity for resuming: random access, or a user's stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Dataset:
         names: of each part, the source (training) or its set of `data.eval_sources` ("" = none);
             () = none.
         weights: share of each part in training; empty = in proportion to size.
-        stages: mixtures that replace `weights`, if the mixture changes.
+        stages: mixtures that replace `weights`; () = none.
         vocab_size: number of tokens or image classes; for custom rows, the largest sampled id + 1.
         identity: JSON of `Part.fingerprint` of all parts and further facts that select rows.
         rows_per_example: adjacent rows that stay together in every order.
@@ -177,7 +177,7 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def _with_stages(identity: dict[str, Any], stages: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return an identity with these stages; a single stage is stored as its weights only."""
+    """Return an identity with these stages, or weights if a single one uses the first parts."""
     used = 1 + max(part for _, parts, _ in stages for part in parts)
     identity = {**identity, "parts": identity["parts"][:used], "weights": []}
     identity.pop("stages", None)
@@ -207,7 +207,7 @@ def open_datasets(
     samples_before: Callable[[int], int] | None = None,
     num_labels: int = 0,
 ) -> tuple[TrainData, Dataset | None]:
-    """Return training data, and evaluation data (held out, or of `eval_sources`) or None.
+    """Return training data, and evaluation data or None; raises `ConfigError`.
 
     `num_labels` is that of the model, whose score head reads rows of complete records.
     `samples_before` converts the steps of mixtures to samples. `seed` is passed to a user's
@@ -304,7 +304,7 @@ def _dataset(
 
 
 _Split: TypeAlias = Callable[[Corpus, float], tuple[Part, Part | None]]
-"""(corpus, held-out fraction) -> training and held-out rows."""
+"""(corpus, held-out fraction) -> training rows, and held-out rows or None."""
 
 
 def _splitter(
@@ -390,9 +390,9 @@ def _text_sources(config: DataConfig, sources: list[str]) -> set[str]:
 def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:
     problems = [
         f"{source!r} was made with tokenizer {made.name!r} (end token {made.end_id}), and "
-        f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): the same token "
-        f"numbers mean different things. Set data.tokenizer={made.name!r}, or leave data.tokenizer "
-        "and data.eos_token out."
+        f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): token numbers or "
+        f"ends of documents differ. Set data.tokenizer={made.name!r} and its data.eos_token, or "
+        "leave both out."
         for source, corpus in zip(sources, corpora, strict=True)
         if (made := corpus.tokenizer).fingerprint != tokenizer.fingerprint
     ]
@@ -411,7 +411,7 @@ def _warn_of_old_rules(
         if corpus.weighted and used.marks_start != new.marks_start:
             old.append("have an extra space before each answer")
         if isinstance(encoder.template, JinjaTemplate) and used.text_format == OLD_TEXT_FORMAT:
-            old.append("may not learn the text of the template before an answer (<think>)")
+            old.append("may have no loss on the template's text before an answer (<think>)")
         if old:
             log.warning(
                 "the texts of source %s %s, unlike the tokenizer's files specify, because they "
@@ -426,7 +426,7 @@ def _with_rows(
 ) -> Part:
     if part.num_rows:
         return part
-    needs = "A row needs seq_len+1 tokens: use a smaller seq_len or more text."
+    needs = "Use a smaller seq_len or more text."
     if held is not None:
         needs = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
     if corpus.weighted and isinstance(part, Fitted):
@@ -463,7 +463,7 @@ def _open_custom(
     if len(config.sources) > 1 or config.eval_sources:
         raise ConfigError(
             f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
-            f"must be the only source. Mix sources inside {source!r} and return evaluation rows."
+            "must be the only source. Mix sources inside the function, and return evaluation rows."
         )
     opened, held_rows, divides = open_custom(
         source, seq_len=seq_len, seed=seed, python_source=python_source

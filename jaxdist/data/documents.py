@@ -1,4 +1,4 @@
-"""Stream documents from files: text, JSON lines, Parquet and tars; long files come in pieces."""
+"""Stream documents from files: text, JSON lines, Parquet and tars; long texts come in pieces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.settings import ConfigError
 
 PIECE_BYTES = 4 << 20
-"""Text files are cut after this many bytes, at the last line end that is a token boundary."""
+"""Size from which text files are cut into pieces (see `_cut_position`)."""
 
 LINE_BYTES = 64 << 20
 """Longest line of JSON."""
 
 _EXPANSION, _EXPANSION_FROM = 200, 64 << 20
-"""Largest expansion of a compressed file, checked from this size on. Prose expands 3-10 times."""
+"""Largest expansion of a file, checked from this decompressed size on. Prose expands 3-10 times."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +159,16 @@ def _decode(path: DataFile | str, data: bytes, start: int, line: int | None = No
         text = data.decode("utf-8")
         if "\0" not in text:
             return text
-        position = f"byte {start + data.index(0)}" if line is None else f"line {line}"
+        position = f"byte {start + data.index(0)} is" if line is None else f"line or row {line} has"
         raise ConfigError(
-            f"{str(path)!r} is not text: {position} is a NUL byte. It is probably "
+            f"{str(path)!r} is not text: {position} a NUL byte. It is probably "
             f"{_binary_kind(data)}. Convert it to UTF-8 text, or exclude it with a glob for "
             "text files."
         )
     except UnicodeDecodeError as error:
-        position = f"byte {start + error.start}" if line is None else f"line {line}"
+        position = f"byte {start + error.start} is" if line is None else f"line or row {line} has"
         raise ConfigError(
-            f"{str(path)!r} is not UTF-8 text ({position} is 0x{data[error.start]:02x}). Convert "
+            f"{str(path)!r} is not UTF-8 text ({position} 0x{data[error.start]:02x}). Convert "
             "it, or exclude it with a glob for text files."
         ) from None
 
@@ -184,7 +184,7 @@ def _binary_kind(data: bytes) -> str:
 
 
 def _is_json_lines(data: bytes) -> bool:
-    """Return whether data begin with JSON objects, two on lines or in an array, or a long one."""
+    """Return whether data begin with one or two JSON objects, or a long one, also in an array."""
     lines = [line.strip().rstrip(b",") for line in data.lstrip(b"[ \t\r\n").split(b"\n", 20)]
     first = [line for line in lines if line][:2]
     try:

@@ -25,7 +25,7 @@ from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 
 BATCH_CHARACTERS = 4 << 20
-"""Characters from which a batch goes to the tokenizer, enough to use all cores."""
+"""Number of characters at which a batch goes to the tokenizer, enough to use all cores."""
 
 _BATCH_TOKENS = 1 << 20
 
@@ -64,7 +64,7 @@ class TextEncoder:
         self.identity = [tokenizer.fingerprint, text_field, *_rules(tokenizer)]
 
     def chunks(self, files: Sequence[DataFile]) -> Iterator[Chunk]:
-        """Yield the tokens of files in chunks; raises `ConfigError` at the position of bad text."""
+        """Yield the tokens of files in chunks; raises `ConfigError` for bad text."""
 
         def pieces(path: DataFile) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):

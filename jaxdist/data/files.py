@@ -49,7 +49,7 @@ DataFile: TypeAlias = Path | StoredFile | HubFile
 
 
 def library_files() -> list[Path]:
-    """Return the `.py` files of Python's standard library, without tests and installed packages.
+    """Return the `.py` files of Python's standard library, without tests, idlelib and the like.
 
     Ordered by a digest of their names, so that the held-out end is a random sample.
     """
@@ -113,7 +113,7 @@ def _local_files(source: str) -> list[DataFile]:
 
 
 def _below(root: Path, *, hidden: bool = False) -> list[Path]:
-    """List the files below a folder; one that several links reach counts once."""
+    """List the files below a folder; a folder that several links reach counts once."""
 
     def stop(error: OSError) -> None:
         raise error

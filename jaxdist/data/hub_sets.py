@@ -50,7 +50,7 @@ class HubFile:
     """A file of a data set on the hub, downloaded when it is opened.
 
     `repo` is ORG/NAME@COMMIT, and `tag` the digest of its content. A Parquet or tar file may be
-    divided into `num_parts`, of which this is number `part`.
+    divided into `num_parts`, of which this is number `part` (from 0).
     """
 
     repo: str
@@ -144,7 +144,7 @@ def without_commit(source: str) -> str:
 
 
 def pin_commit(source: str) -> str:
-    """Return a source with its revision replaced by the commit that it names on the hub now."""
+    """Return a source with its revision replaced by the commit that it names in this process."""
     parts = parse_hub_set(source)
     commit = hub.with_commit(parts.name, "dataset").partition("@")[2]
     return str(dataclasses.replace(parts, revision=commit))
@@ -152,9 +152,10 @@ def pin_commit(source: str) -> str:
 
 @functools.cache  # settings are read often
 def hub_files(source: str) -> list[HubFile]:
-    """Return the files of a source in the order of its data set; checks that they may be read.
+    """Return the files of a source, sorted by path; checks that they may be read.
 
-    Raises `ConfigError` if data set, config or split do not exist or access is denied.
+    Raises `ConfigError` if data set, config or split do not exist, access is denied, or a format is
+    not read.
     """
     parts = parse_hub_set(pin_commit(source))
     listed = _listed(parts.name)

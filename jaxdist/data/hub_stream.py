@@ -1,4 +1,4 @@
-"""Stream data sets of the hub: shards are tokenized ahead of training and deleted after it.
+"""Stream data sets of the hub: shards are tokenized ahead of training and deleted after use.
 
 A shard is a file of the data set at its commit, or a part of a Parquet or tar file; rows do not
 cross shards. The cache folder has the tokens of the shards in use, DIR/000012, with a lock that
@@ -39,13 +39,13 @@ SHARD_ROWS = 1 << 32
 """Row r of shard i has number i * SHARD_ROWS + r."""
 
 PART_BYTES = 64 << 20
-"""Parquet files and uncompressed tars are divided into parts of about this size."""
+"""Parquet files and uncompressed tars are divided into parts of at least this size."""
 
 _NUM_THREADS = 4
 """Shards that are downloaded concurrently; one at a time is tokenized, on all cores."""
 
 Split: TypeAlias = Callable[[Corpus, float], tuple[Part, Part | None]]
-"""(tokens of a shard, fraction to hold out) -> training and held-out rows."""
+"""(tokens of a shard, fraction to hold out) -> training rows, and held-out rows or None."""
 
 _tokenizing = threading.Lock()
 
@@ -217,9 +217,9 @@ class StreamedPart:
             rows, held_out = self._split(Corpus(path), 0.0 if shard else self._held)
             if self.counts[shard] not in (-1, rows.num_rows):
                 raise ConfigError(
-                    f"{self._files[shard]} has {rows.num_rows} rows, and had {self.counts[shard]} "
-                    "when the checkpoint was saved: the tokenizer's library changed. Resume with "
-                    "the versions that saved it."
+                    f"{self.origin(shard * SHARD_ROWS)[0]} has {rows.num_rows} rows, and had "
+                    f"{self.counts[shard]} when the checkpoint was saved: a library changed. "
+                    "Resume with the versions that saved it."
                 )
             self.counts[shard] = rows.num_rows
             return _Shard(rows, held_out, lock)
@@ -350,8 +350,8 @@ class _Buffers:
             self._keep(first, buffer)
         if buffer == len(self._bounds) - 1 and not self._ends[-1]:
             raise ConfigError(
-                "no file of a streamed source holds a row: a row needs train.seq_len+1 tokens of "
-                "one file. Use a smaller seq_len."
+                "no shard of a streamed source holds a row. Raise train.seq_len with "
+                "data.long_records=drop, else lower it."
             )
         self._ends = np.append(self._ends, self._ends[-1] + self._counts(shards).sum())
 

@@ -199,7 +199,7 @@ class _StoredType:
 
 
 class _StoredArray:
-    """Replacement of numpy.ndarray during unpickling; only keeps the bytes."""
+    """Replacement of numpy.ndarray during unpickling; only keeps bytes and shape."""
 
     def __setstate__(self, state: Any) -> None:
         _, self._shape, kind, self._by_column, self._data = state

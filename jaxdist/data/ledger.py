@@ -1,8 +1,8 @@
 """The data ledger: a hash chain of the rows in each step.
 
 The digest of a step covers the previous digest, the fingerprint of the data up to the step, and the
-row numbers of the batch, in order. It depends on (data, seed, step) alone, so every mesh, process
-count and restart computes the same one. Digests of a user's stream, without row numbers, are empty.
+row numbers of the batch, in order. Every mesh, process count and restart of a run computes the same
+one. Digests of a user's stream, without row numbers, are empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxdist.data.order import Order
 
 NUM_LINKS = 16
-"""Steps that a checkpoint stores and a resumed run verifies."""
+"""Largest number of steps that a resumed run verifies; a checkpoint stores one link more."""
 
 
 class Link(NamedTuple):
@@ -69,7 +69,7 @@ class Ledger:
         self.links = (*self.links[-NUM_LINKS:], link)
 
     def _rows(self, link: Link) -> np.ndarray:
-        """Return the rows of a batch, int64 [batch], computed for many batches in one call."""
+        """Return the rows of a batch, int64 [batch]; computes `Order.samples_at_once` together."""
         assert self._order is not None
         at = link.first_sample - self._cached_from
         if at < 0 or at + link.num_samples > len(self._cached_rows):
@@ -84,7 +84,7 @@ def first_mismatch(
     fingerprint_at: Callable[[int], str],
     rows_of: Callable[[np.ndarray], np.ndarray],
 ) -> int | None:
-    """Return the index of the first link with other rows (`rows_of`: int64 [n] -> [n]), or None."""
+    """Return the index of the first link of another digest, or None (`rows_of`: int64 [n], [n])."""
     for index, (before, link) in enumerate(itertools.pairwise(links), start=1):
         fingerprint = fingerprint_at(link.first_sample + link.num_samples - 1)
         rows = rows_of(link.samples)

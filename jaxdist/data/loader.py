@@ -27,7 +27,7 @@ from jaxdist.settings import ConfigError
 log = logging.getLogger("jaxdist")
 
 STATE_VERSION = 2
-"""Version of sample order and state content; states of older versions are rejected."""
+"""Version of sample order and state content; states of other versions are rejected."""
 
 _CLOSE_S = 5.0
 """Time-out of closing the prefetching thread; after it, the thread ends with the process."""
@@ -81,8 +81,8 @@ class Loader:
         """Start loading; every process of the job must call it.
 
         `sharding` is the sharding of rows and, if devices share rows, of positions. `seed` sets the
-        order of rows; a user's stream has its own. `add_fields` maps each batch
-        [global_batch_size, ...] to one with more fields. `stages` are those of the train settings.
+        order of rows; a user's stream has its own. `add_fields` maps each batch [rows, ...] to one
+        with more fields. `stages`, those of the train settings, set the rows of a batch.
         """
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
@@ -143,7 +143,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch, name -> [global_batch_size, ...]; raise errors of preparing it."""
+        """Return the next batch, name -> [rows, ...]; raise errors of preparing it."""
         if self._failure is not None:
             raise self._failure
         start = time.perf_counter()
@@ -163,9 +163,9 @@ class Loader:
         return self._add_fields(batch)
 
     def state(self, *, everywhere: bool = True) -> dict[str, Any]:
-        """Return the position as JSON, without prefetched batches; collective for a user's stream.
+        """Return the position as JSON, without prefetched batches; collective for a divided stream.
 
-        Process 0 has the states of all readers of a stream, the others only if `everywhere`.
+        Process 0 has the states of all its readers, the others only if `everywhere`.
         """
         state: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -188,17 +188,17 @@ class Loader:
 
     @property
     def digest(self) -> str:
-        """Digest of all rows up to the most recent batch; "" for a user's stream."""
+        """Digest of the rows of all batches so far; "" before the first, and of a user's stream."""
         return self.ledger.links[-1].digest
 
     def rows(self, first_sample: int) -> list[int]:
-        """Return the row numbers of a recent batch; for a user's stream, sample numbers."""
+        """Return the rows of samples of a batch in the ledger; of a user's stream, the samples."""
         links = (one for one in reversed(self.ledger.links) if one.first_sample == first_sample)
         samples = next(links).samples
         return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def sources(self, link: Link) -> list[str]:
-        """Return the source of each row of a batch, as cut from samples; [] for a single source."""
+        """Return each row's source in a batch, as cut from samples; [] unless there are several."""
         if self._order is None or not isinstance(self._dataset, Dataset):
             return []
         names = self._dataset.names
@@ -267,7 +267,8 @@ def resume_position(
     """Return the position for resuming from the `Loader.state()` of a checkpoint.
 
     The mixture may change from the position on. If the seed or the data before the position
-    changed, return the first sample with `restarts`, and raise `ConfigError` without.
+    changed, return the first sample with `restarts`, and raise `ConfigError` without. Also raise
+    it if the version or the ledger's rows differ.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -355,7 +356,7 @@ def _own_state(
 def _every_state(
     state: dict[str, Any], shard: tuple[int, int], *, everywhere: bool
 ) -> list[dict[str, Any]]:
-    """Return the reader's state of each shard; [] in processes other than 0 unless `everywhere`."""
+    """Return the state of each reader; of several, [] in processes k > 0 unless `everywhere`."""
     index, count = shard
     if count == 1:
         return [state]
@@ -371,15 +372,15 @@ def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
     parts = math.prod(sharding.mesh.shape[axis] for axis in names)
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            f"global_batch_size={global_batch_size} is not divisible by {parts}, the devices along "
-            f"the mesh axes {', '.join(names)}. Use a multiple of {parts}."
+            f"global_batch_size={global_batch_size} is not a positive multiple of "
+            f"{parts}, the devices along the mesh axes {', '.join(names)}. Use a multiple."
         )
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     names = sorted(then.keys() | now.keys())
     different = [name for name in names if then.get(name) != now.get(name)]
-    words = {"parts": "the content, split or order of the sources differs"}
+    words = {"parts": "the content, rules or order of the sources differs"}
     return [
         words.get(name, f"{name} was {then.get(name)!r} and is {now.get(name)!r}")
         for name in different

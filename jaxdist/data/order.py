@@ -1,8 +1,8 @@
 """The order of training: sample number -> row, a pure function of (sizes, stages, seed).
 
-It does not use the shuffling and mixing of grain. With grain 0.2.18 each row costs 13-20 µs of
-Python, 130 µs with mixing (see `grain by row` in `scripts/bench/results/data.md`), the order may
-change between releases, and `mix` rounds shares.
+It does not use the shuffling and mixing of grain. Row by row, grain 0.2.18 takes 14 to 38 times the
+CPU time (see `grain by row` in `scripts/bench/results/data.md`), the order may change between
+releases, and `mix` rounds shares.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Order:
 
     Without weights an epoch is one pass over the rows of all parts in one shuffled order. With
     weights each part has its own shuffled epochs, and samples are drawn from the parts in fixed
-    proportion: exact over 65,536 samples, and off by about one sample at any other time. With
+    proportion: exact over 65,536 samples, and off by a few samples at any other time. With
     stages, each part continues its epoch in the next stage with weights, and so does the joint
     order of the same parts in the next stage without.
     """
@@ -98,7 +98,7 @@ class Order:
         return _StageOrder(first, tuple(groups), mixture, drawn)
 
     def _group_rows(self, parts: tuple[int, ...], samples: np.ndarray) -> np.ndarray:
-        """Return the row of each sample, counted in jointly shuffled `parts`: int64 [n] -> [n]."""
+        """Return the example of each sample of jointly shuffled `parts`: int64 [n] -> [n]."""
         ends = np.cumsum(self._sizes[list(parts)])
         size, part = int(ends[-1]), parts[0] if len(parts) == 1 else 0
         epochs, offsets = np.divmod(samples, size)
@@ -135,7 +135,7 @@ class _StageOrder(NamedTuple):
         return groups, block * quota[groups] + rank[offset] + before[groups]
 
     def drawn_after(self, num_samples: int) -> list[int]:
-        """Return how many examples of each group `num_samples` of this and earlier stages draw."""
+        """Return how many examples of each group are drawn after `num_samples` of this stage."""
         before = [self.drawn.get(group, 0) for group in self.groups]
         if self.mixture is None:
             return [before[0] + num_samples]
@@ -155,8 +155,8 @@ def keys_of(seed: int, part: int, epoch: int) -> tuple[int, ...]:
 def permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
     """Return a permutation of range(size) at `index`, int64 [n] -> int64 [n], in constant memory.
 
-    A balanced Feistel network permutes the next larger power of 4, and is applied again to results
-    outside the range.
+    A balanced Feistel network permutes range(P), where P ≥ size is a power of 4, and is applied
+    again to results outside range(size).
 
     References:
         Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 4

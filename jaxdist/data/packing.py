@@ -98,7 +98,7 @@ def text_fields(seq_len: int, packed: bool) -> Fields:
 class Windows:
     """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus, below `stop`.
 
-    With `documents`, rows mark document boundaries and count positions from them.
+    With `documents`, rows mark document boundaries; positions count from them or the row's start.
     """
 
     corpus: Corpus
@@ -168,7 +168,7 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Rows of complete documents; only documents longer than a row are cut or left out.
+    """Rows of complete documents; documents longer than a row are cut or left out.
 
     `label` identifies the plan in the fingerprint.
     """
@@ -259,7 +259,7 @@ def fit_documents(
 ) -> PiecePlan:
     """Place the documents of tokens [start, stop) one by one, for `data.text_format` below 3.
 
-    The rule is that of `BestFitPlan`, but documents of equal length are in another order, and
+    The rule is that of `BestFitPlan`, but rows and pieces of equal length are in another order, and
     uncut documents without a token in the loss are dropped, too. Takes about 2 µs and 80 bytes per
     document.
     """
@@ -332,8 +332,7 @@ def split_text(
     """Return training rows, and held-out rows (the last fraction `held`) or None, of a corpus.
 
     `one_by_one` selects `fit_documents`. Packings that separate documents split between two
-    documents if possible. A short text has at least one held-out row if it also has a row for
-    training.
+    documents if possible; "stream" holds out at least a row if the text has two.
     """
     cut = round(corpus.num_tokens * (1 - held))
     if held and corpus.num_tokens >= 2 * (seq_len + 1):

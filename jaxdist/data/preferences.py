@@ -1,4 +1,4 @@
-"""Encode records that have a row of their own: preferences, labeled completions, labeled texts.
+"""Encode records that are not packed: preferences, labeled completions, labeled texts.
 
 Records have these formats, the first four those of TRL:
 
@@ -50,7 +50,7 @@ def encode_preference(
         if not start:
             start = first[0][: common_length(*first)]
             if isinstance(prompt, str) and prompt not in [m["content"] for m in start]:
-                raise BadRecord("has a text 'prompt' that is not the first message of both lists.")
+                raise BadRecord("has a text 'prompt' that none of the common first messages has.")
             first = first[0][len(start) :], first[1][len(start) :]
         sides = [_encode_messages(start, answers, template) for answers in first]
     elif isinstance(chosen, str) and isinstance(rejected, str):
@@ -95,7 +95,7 @@ def encode_text_label(
 ) -> list[Weighted]:
     """Return one document [length + 1]: a text's tokens, then its label, which alone has weight 1.
 
-    There is no end token, as in the tokenizers of Hugging Face's classifiers. Raises `BadRecord`.
+    There is no end token. Raises `BadRecord`.
     """
     check_fields(record, (text_field, "label"))
     text, label = record.get(text_field), record.get("label")

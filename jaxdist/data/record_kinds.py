@@ -9,7 +9,7 @@ RecordKind: TypeAlias = Literal[
 ]
 
 SINGLE = ("preference", "labeled", "text_label")
-"""Kinds of records that have a row of their own."""
+"""Kinds of records whose documents have rows of their own."""
 
 Learned: TypeAlias = Literal["answers", "last", "all"]
 """The part of a conversation with weight 1: every answer, the last one, or every token."""

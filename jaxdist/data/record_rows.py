@@ -1,4 +1,4 @@
-"""Rows of one record each, padded: a prompt and its completion, or a text that gets a score."""
+"""Rows of one document each, padded: a prompt and its completion, or a text that gets scores."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class RecordRows:
         batch[f"{prefix}weights"][row, :length] = learned[1 : length + 1]
 
     def _fill_scored(self, batch: Rows, row: int, tokens: np.ndarray) -> None:
-        """Write all tokens [length] of a record into one row of a batch."""
+        """Write the tokens [length] of a record, and its label if any, into one row of a batch."""
         if self.kind == "classes":
             batch["labels"][row], tokens = tokens[-1], tokens[:-1]
         length = min(self.seq_len, len(tokens))

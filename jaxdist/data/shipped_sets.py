@@ -13,7 +13,7 @@ class ShippedSet:
 
     Attributes:
         out: path in `data.sources` of the configs.
-        source: data set on the hub, which is tokenized, or URL of a file, which is kept.
+        source: data set on the hub, which is tokenized, or URL of a file (a .tar.gz is unpacked).
         tokenizer: `data.tokenizer` of the tokens; "" for a file.
         sha256, num_bytes: digest and size of the file.
     """

@@ -135,8 +135,8 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
     if len(parts) != len(set(parts)) or len(sizes) > 1:
         raise ConfigError(
             f"data source {name!r} takes shard_index, but on this mesh the rows of two processes "
-            "partly overlap. Use a mesh that splits the batch between processes, "
-            "or remove shard_index: every process then reads the complete stream."
+            "partly overlap or differ in number. Use a mesh that splits the batch between "
+            "processes, or remove shard_index: every process then reads the complete stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)
 

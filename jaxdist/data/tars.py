@@ -1,4 +1,4 @@
-"""Read WebDataset tars of text: members whose names are equal up to their first dot are a sample.
+"""Read WebDataset tars of text: adjacent members, named alike up to a dot, are a sample.
 
 The text of sample `000` is `000.txt`, its record `000.json`, and `000.jsonl` has several records.
 Source of the rule for names: webdataset, `tariterators.py`.
@@ -90,7 +90,7 @@ def _chosen(sample: list[Member], texts: bool) -> Member:
 
 
 def _members(path: DataFile, stream: BinaryIO) -> Iterator[tuple[str, Member]]:
-    """Yield key of the sample and content of each member, without folders and hidden files."""
+    """Yield sample key and content of each member; skip folders, hidden and dotless names."""
     start, stop = _bounds(path, stream)
     if start == stop:
         return
@@ -125,7 +125,7 @@ def _read(path: DataFile, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Member
     file = tar.extractfile(info) if info.isreg() else None
     if kind is None or file is None:
         raise ConfigError(
-            f"{source} is not a text: only .txt, .json and .jsonl members of tar files are read. "
+            f"{source} is not a text: only .txt, .json and .jsonl files in tar files are read. "
             "For images or audio, set data.sources to module:function, a function that returns "
             "rows (docs/data.md)."
         )

@@ -8,9 +8,10 @@
 | Megatron-LM | .bin and .idx | in the .idx |
 | Hugging Face datasets | folder of save_to_disk with a column input_ids | at row ends |
 
-Files without a stated dtype have uint16 if the vocabulary allows it, else uint32. Arrow rows of one
-length (except the last) are blocks: their documents end after each end token. The first use reads
-all tokens, checks them, and caches an index: a corpus folder whose shards are parts of these files.
+Files without a stated dtype have uint16 if the vocabulary allows it, else uint32. Three or more
+Arrow rows of one length (except the last) are blocks: their documents end after each end token. The
+first use reads all tokens, checks them, and caches an index: a corpus folder whose shards are parts
+of these files.
 
 References:
     karpathy/nanoGPT data/openwebtext/prepare.py; karpathy/llm.c dev/data/data_common.py;
@@ -70,7 +71,7 @@ class _Shard:
 
 
 def saved_arrow_files(source: str) -> list[Path]:
-    """Return the .arrow files of a data set that `save_to_disk` wrote; [] for other sources."""
+    """Return the .arrow files of a `save_to_disk`, [] for other sources; rejects a DatasetDict."""
     path = Path(source).expanduser()
     if is_url(source):
         return []
@@ -103,7 +104,7 @@ def select_token_files(files: Sequence[DataFile], source: str) -> list[Path]:
 
 
 def open_corpus(source: str, encoder: Encoder) -> Corpus:
-    """Return a source of text, tokens or records as a corpus; text is tokenized and cached."""
+    """Return a source as a corpus; text and records are tokenized and cached."""
     if is_token_folder(source):
         return Corpus(source)
     if arrow_files := saved_arrow_files(source):
@@ -115,8 +116,9 @@ def open_corpus(source: str, encoder: Encoder) -> Corpus:
         raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
     if len(files) == 1 and files[0].name.endswith((".bin", ".npy", ".pt", ".safetensors")):
         raise ConfigError(
-            f"{str(files[0])!r} is not text, and token files are read only from a local path. "
-            "Copy it, or make a token folder from text with `python -m jaxdist.data SRC --out DIR`."
+            f"{str(files[0])!r} is not text, and .bin and .npy token files are read only from a "
+            "local path. Copy these, or make a token folder from text with `python -m jaxdist.data "
+            "SRC --out DIR`."
         )
     return cached_corpus(files, source, encoder)
 
@@ -253,7 +255,7 @@ def _plain_shard(file: Path, tokenizer: Tokenizer) -> _Shard:
             if size != offset + count * dtype.itemsize:
                 raise ConfigError(
                     f"{str(file)!r} has {size} bytes, its header says "
-                    f"{offset + count * dtype.itemsize}: it is truncated. Copy it again."
+                    f"{offset + count * dtype.itemsize}: it is damaged. Copy it again."
                 )
     if (size - offset) % dtype.itemsize:
         raise ConfigError(
@@ -288,7 +290,7 @@ def _megatron_shard(file: Path, index: Path) -> _Shard:
     if size != num_tokens * dtype.itemsize:
         raise ConfigError(
             f"{str(file)!r} has {size} bytes, its .idx says {num_tokens * dtype.itemsize}: it is "
-            "truncated. Copy it again."
+            "damaged. Copy it again."
         )
     ends = starts[documents]
     return _Shard(file, 0, dtype, num_tokens, ends[ends > 0])

@@ -49,10 +49,10 @@ class ByteTokenizer:
     """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document.
 
     Attributes:
-        name: for logs: "bytes", "code" or the file's path.
+        name: "bytes", "code" or the file's path.
         eos_token: the end token that the user set; "" = the tokenizer's own.
         end_id: token after each document, or None.
-        bos_id, pad_id: start and padding token, or None; only exported models use them.
+        bos_id, pad_id: start and padding token, or None; for exported models and tasks.
         stop_ids: tokens that end generation.
         begin_ids: tokens that the post-processor puts before each text.
         marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
@@ -222,7 +222,7 @@ def begin_text(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
-    """Encode pieces of one text so that their tokens together decode to the text.
+    """Encode pieces of one text; without `text_format` 1, together they decode to the text.
 
     If the tokenizer marks the start of a text, a later piece is encoded after the previous piece or
     a character that shares no token with it. Returns tokens of each piece, unsigned [length].
@@ -311,7 +311,7 @@ def _table(files: dict[str, bytes], name: str, path: Location) -> dict[str, Any]
         table = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            [f"{name} next to {str(path)!r} is not JSON ({error}). Copy it again."]
+            [f"{name} of {str(path)!r} is not JSON ({error}). Copy it again."]
         ) from None
     return table if isinstance(table, dict) else {}
 
@@ -324,7 +324,7 @@ def _ids(table: dict[str, Any], key: str) -> list[int]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> None:
-    """Learn a byte-level BPE of `vocab_size` tokens and write it as a `tokenizer.json`.
+    """Learn a byte-level BPE of up to `vocab_size` tokens and write it as a `tokenizer.json`.
 
     Token 0 is `<|endoftext|>`; the 256 bytes follow, so every text can be encoded.
 
