@@ -163,13 +163,11 @@ def test_stash_is_bounded_by_the_stages_and_not_by_the_microbatches(p, m):
     assert interleaved.activation_slots + interleaved.cotangent_slots <= 4 * p
 
 
-def test_branches_run_as_often_as_a_stage_acts():
-    # 8 microbatches of 2 virtual stages on 4 stages: 8 · 2 + 3 ticks of each kind.
+def test_first_and_last_stage_run_their_branches_once_per_microbatch():
+    # 8 microbatches of 2 virtual stages on 4 stages: 8 · 2 + 3 ticks of each kind. Layers that not
+    # all stages have are not listed: an idle stage runs them, too.
     shares = branch_shares(make_schedule("1f1b", 4, 8, 2))
-    at_end = 8 / 19
-    assert shares == pytest.approx(
-        {"embed": at_end, "backward": 16 / 19, "head": at_end, "embed_gradient": at_end}
-    )
+    assert shares == pytest.approx(dict.fromkeys(("embed", "head", "embed_gradient"), 8 / 19))
     assert branch_shares(forward_only(4, 8)) == pytest.approx({"embed": 8 / 11})
 
 

@@ -31,7 +31,7 @@ COMPARED = ("dpo", "ipo", "kto")
 """Kinds that compare the model with a reference."""
 
 PAIRED = ("dpo", "ipo", "orpo", "simpo")
-"""Kinds whose examples are two adjacent rows: the chosen completion, then the rejected one."""
+"""Kinds here whose examples are two adjacent rows: the chosen completion, then the rejected one."""
 
 BASELINE = "baseline"
 """Field that KTO adds to a batch, float32 [batch]."""

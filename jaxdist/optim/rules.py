@@ -74,7 +74,7 @@ def decay_mask(axes: Params) -> Params:
 def hidden_matrices(axes: Params) -> Params:
     """Return a tree of booleans like `axes`: True for leaves that Muon updates.
 
-    They are the matrices of stacked layers. Without these, all without a vocabulary or classes dim.
+    They are the matrices of stacked layers; without such layers, all without vocab or classes dim.
     """
     has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
 
@@ -86,7 +86,7 @@ def hidden_matrices(axes: Params) -> Params:
 
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Make AdamW (Loshchilov and Hutter, "Decoupled Weight Decay ...", 2019, algorithm 2)."""
+    """Make AdamW, without its decay (Loshchilov and Hutter, "Decoupled Weight Decay ...", 2019)."""
     rule = optax.scale_by_adam(
         b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.rule_dtype
     )

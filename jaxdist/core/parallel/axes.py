@@ -37,5 +37,5 @@ def joining_fsdp(zero: int) -> tuple[str, ...]:
 
 
 def rules() -> dict[str, str | None]:
-    """Return logical dim -> the axis that splits it (never None); other dims are never split."""
+    """Return logical dim -> the axis that splits it (never None), without `Model.rules`."""
     return {dim: axis.name for axis in AXES for dim in axis.dims}

@@ -1,8 +1,8 @@
 """The context axis: splits the sequence of every row over devices, for rows too long for one.
 
 Only attention reads positions of other devices (`attention/context_parallel.py`). A row is cut into
-2n chunks for n devices, and device i holds chunks i and 2n−1−i (zig-zag). With a causal mask, every
-device then attends to the same number of keys.
+2n chunks for n devices, and device i holds chunks i and 2n−1−i (zig-zag). With only a causal mask,
+every device then attends to the same number of keys.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
@@ -75,7 +75,7 @@ def imbalance(
     inner: int = 1,
     rows: int = 1,
 ) -> float:
-    """Return the load imbalance of attention: (max / mean) − 1 of the keys seen per device.
+    """Return attention's load imbalance, max / mean − 1 of keys per device, mean of microbatches.
 
     Attention is causal and limited to the newest `window` keys (0 = all). `position_ids`, int
     [num_rows, seq_len], are positions inside documents. Groups of `inner` neighbors exchange heads
@@ -94,8 +94,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
     if workload.context_len is None:
         return [
             f"mesh cp={size}: this model's rows cannot be split by sequence: "
-            "Model.context_parallel is false. It is for images, and for models of your own that do "
-            "not set it. Use cp=1 and give the devices to another axis."
+            "Model.context_parallel is false, as for images and for models of your own that do not "
+            "set it. Use cp=1 and give the devices to another axis."
         ]
     problems = []
     if workload.context_len % (2 * size):

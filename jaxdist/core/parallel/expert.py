@@ -37,9 +37,9 @@ class _Exchange(NamedTuple):
 
     Attributes:
         order: assignments sorted by expert, int32 [assignments].
-        device: destination, int32 [tokens, experts_per_token].
-        offset: index among the assignments with this destination, same shape; -1 = dropped.
-        counts: number of assignments to each device, int32 [devices].
+        device: destination, or number of devices = dropped, int32 [tokens, experts_per_token].
+        offset: index among the assignments with this destination, or -1 = dropped, same shape.
+        counts: number of own assignments to each device, int32 [devices].
         starts: index in `order` of the first one, int32 [devices].
         received: number of assignments from each device for each local expert, [devices, experts].
     """
@@ -101,7 +101,7 @@ def capacity(assignments: int, size: int) -> int:
 
 
 def _plan(chosen: Array, num_local: int) -> _Exchange:
-    """Return the exchange of assignments to experts, int32 [tokens, experts_per_token]."""
+    """Return the exchange for the `chosen` experts, int32 [tokens, experts_per_token]."""
     size = lax.axis_size(EXPERT.name)
     flat = chosen.reshape(-1)
     order = experts.order_by_expert(flat)

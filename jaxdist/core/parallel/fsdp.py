@@ -91,7 +91,7 @@ def gathered_dim(spec: P) -> int:
 
 
 def shard_of_sum(grad: Array, axes: tuple[str, ...], dim: int, reduce_dtype: Any) -> Array:
-    """Reduce-scatter [..., n · d, ...] in `reduce_dtype` to a float32 shard [..., d, ...]."""
+    """Reduce-scatter [..., n · d, ...] in `reduce_dtype`, if `axes`, to float32 [..., d, ...]."""
     if axes:
         grad = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
     return grad.astype("float32")
@@ -101,7 +101,7 @@ def shard_of_sum(grad: Array, axes: tuple[str, ...], dim: int, reduce_dtype: Any
 def gather_weight(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> Array:
-    """All-gather [..., d, ...] to [..., n · d, ...]; `weights.GATHERS` lists this function."""
+    """All-gather [..., d, ...] to [..., n · d, ...], cast to `dtype`; in `weights.GATHERS`."""
     near = w if w.dtype.itemsize < dtype.itemsize else w.astype(dtype)
     return (collectives.all_gather(near, axes, dim=dim) if axes else near).astype(dtype)
 

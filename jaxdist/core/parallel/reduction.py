@@ -40,7 +40,7 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum gradients [*dims] over the `axes` that do not shard them in the layout `to_specs`."""
+    """Sum gradients [*dims] over the `axes` that do not shard `from_specs`, into `to_specs`."""
 
     def leaf(target: P, grad: Array) -> Array:
         rest = tuple(axis for axis in axes if dim_of(target, axis) is None)

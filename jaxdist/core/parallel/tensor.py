@@ -43,9 +43,9 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:
-    """Return `enter`, `leave`, `split` and `tensor_index` of a `Context`; `seq_shard` = seq / tp.
+    """Return `enter`, `leave`, `tensor_index`; with sequence parallelism also `split`.
 
-    With sequence parallelism `enter` maps [batch, seq_shard, ...] to [batch, seq, ...]. `leave` is
+    Then `enter` maps [batch, seq_shard, ...] to [batch, seq, ...], seq_shard = seq / tp. `leave` is
     the reverse with a sum, and `split` the reverse without. Otherwise shapes do not change.
     """
     index = {"tensor_index": lambda: collectives.group_index(TENSOR.name)}
@@ -65,7 +65,7 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
 
 
 def add_layers(sums: Sums) -> Sums:
-    """Add up `Sums` float32 [layers] of layers, also over the tensor axis if they vary over it."""
+    """Add up `Sums` [layers, ...] of layers, also over the tensor axis if they vary over it."""
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
         name: collectives.all_reduce(value, TENSOR.name)
@@ -76,7 +76,7 @@ def add_layers(sums: Sums) -> Sums:
 
 
 def dot_by_position(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
-    """Compute `types.dot` of x [batch, seq, ...] in the order [seq, batch, ...]; same values."""
+    """Compute `types.dot` of x [batch, seq, ...] in the order [seq, batch, ...]; same result."""
     inputs, _, out = dims.partition("->")
     left, right = inputs.split(",")
     if left.split()[:2] != ["batch", "seq"] or out.split()[:2] != ["batch", "seq"]:
@@ -99,7 +99,7 @@ TENSOR = Axis(
     name="tensor",
     short="tp",
     help="devices that share the heads, hidden units and vocabulary of each layer",
-    moves="activations, four times per layer and microbatch",
+    moves="activations, in every layer",
     weights="split",
     dims=("vocab", "heads", "kv_heads", "mlp"),
     # With sequence parallelism devices hold different tokens; without it, the same tokens.

@@ -6,7 +6,8 @@ Structure of a step, from the outside in:
       shard_map over the mesh axes, without `tensor` for a model without hooks
         for each microbatch (a scan or a pipeline): model -> summed loss -> local gradients
         reduction of the gradients that are still local; sums over all replicas
-      divide by the global weight -> clip by global norm -> optimizer -> apply or skip the update
+        division by the global weight
+      clip by global norm -> optimizer -> apply or skip the update
     -> new state with the same shardings; metrics stay on the devices
 """
 

@@ -144,7 +144,7 @@ class TrainConfig:
             )
         elif unknown := [n for n in names.split(",") if n and n not in usable]:
             problems.append(
-                f"train.remat names {', '.join(unknown)}, which no model marks. "
+                f"train.remat={self.remat!r}: {kind} cannot select {', '.join(unknown)}. "
                 f"Use names from {', '.join(usable)}."
             )
         return problems
@@ -201,4 +201,4 @@ class EvalConfig:
 
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
-"""Names that models may pass to `checkpoint_name`, selected by `remat = "names:..."`."""
+"""Names that models may pass to `checkpoint_name`, selected by `train.remat`."""

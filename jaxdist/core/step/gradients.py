@@ -69,7 +69,7 @@ def make_value_and_grad(
     step_sums = _make_step_sums(model, layout, plan, context)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array, totals: Sums) -> Any:
-        """Return (global sums, this device's gradients, their norm) of its batch [rows, ...]."""
+        """Return (global sums, this device's gradients, global norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         num_rows = batch["rows"].shape[0]
         batch |= {name: jnp.broadcast_to(x, (num_rows, *x.shape)) for name, x in totals.items()}
@@ -103,7 +103,7 @@ def needs_step_sums(model: Model, layout: Layout, plan: StepPlan) -> bool:
 def _make_step_sums(
     model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[[Params, Batch, Array], Sums]:
-    """Make (params, batch [rows, ...], key) -> `Model.step_sums`, float32 [num_layers, ...]."""
+    """Make (params, batch [rows, ...], key) -> `Model.step_sums`, [num_layers, ...], if needed."""
     block = model.block
     if block is None or not needs_step_sums(model, layout, plan):
         return lambda params, batch, key: {}

@@ -196,9 +196,9 @@ class GroupedTrain:
     """A train step whose optimizer moments are in a store; called like `Step.train`.
 
     `begin` maps (state, batch, limit) to gradients, `Decision`, the new `step` and `loss_scale`,
-    and metrics. `update` is that of `make_update`. `average` maps (average, parameters) to the new
-    moving average. `lower` and `trace` are those of `begin`, which has the collectives and the peak
-    of device memory; compiling the result of `lower` compiles the programs of the groups too.
+    and metrics. `update` is that of `make_update`. `average` maps (copies, parameters) to the new
+    copies. `lower` and `trace` are those of `begin`, which has the collectives and the peak of
+    device memory; compiling the result of `lower` without options compiles the groups' too.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class GroupedTrain:
         )
 
     def lower(self, state: Any, batch: Any, limit: Any) -> _Lowered:
-        """Return the lowered program of gradients; compiling it also compiles the groups' ones."""
+        """Return the lowered program of gradients; see `_Lowered.compile`."""
         return _Lowered(self._begin.lower(state, batch, limit), self._lower_groups)
 
     def __call__(self, state: TrainState, batch: Batch, limit: Any) -> tuple[TrainState, Any]:

@@ -57,7 +57,7 @@ def make_run_layers(
         """Return (x [batch, seq_shard, d_model], Sums) after the layers."""
 
         def run(layer: Any, layers: Any, x: Array, first: int) -> tuple[Array, Sums]:
-            """Run layers from index `first`: (x [batch, seq_shard, d_model], sums [layers])."""
+            """Run layers `first`, ...; return x [batch, seq_shard, d_model], sums [layers, ...]."""
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
                 index, shards = index_and_shards
@@ -130,7 +130,7 @@ class _QuantizedLayer(NamedTuple):
 
 
 def _make_quantized_layer(model: Model, layout: Layout, plan: StepPlan) -> _QuantizedLayer | None:
-    """Make the low-precision layer between the first and the last; None if all are alike."""
+    """Make the low-precision layer between first and last; None if `make_layer` makes all."""
     if not plan.matmul_dtype or layout.size(PIPELINE) > 1:
         return None
     axes = model.axes["layers"]

@@ -29,7 +29,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.types import LAYER_SUM, Array, AttentionMask, Batch, Context, Model, Params, Sums
 
 Statistics = dict[str, dict[str, Array]]
-"""Statistic -> parameter (or "layers") -> float32 [num_layers] in model order, or [] without."""
+"""Statistic -> parameter (or "layers") -> float32 [num_layers] in model order, or []."""
 
 
 def make_measure(
@@ -41,7 +41,8 @@ def make_measure(
     """Make (state, batch [rows, ...], gradients, new parameters, metrics) -> statistics.
 
     `evaluate` makes a model's forward pass: (params, batch) -> global sums. `positions` is the
-    index of each layer among the stored ones, int [num_layers]. Only trained leaves have norms.
+    index of each layer among the stored ones, int [num_layers]. Norms are of leaves with
+    update="gradient".
     """
     dims = dict(tree_leaves_with_path(model.axes))
 

@@ -50,7 +50,7 @@ def make_row_values(
 
     `values_of` maps (output of the head, this device's rows, context) to name -> float32
     [batch, ...], the same on devices that split the positions of rows. Rows are those of the global
-    batch. With `adapters=False`, the frozen weights compute them. There is no dropout.
+    batch. With `adapters=False`, the model without adapters computes them. There is no dropout.
     """
 
     def compute(params: Params, batch: Batch, *, adapters: bool = True) -> dict[str, Array]:
@@ -149,7 +149,7 @@ def make_row_logps(
 def make_prepare(
     model: Model, layout: Layout, plan: StepPlan, context: Context
 ) -> Callable[[Params, Batch], Batch]:
-    """Make (params, batch) -> the batch with `ROW_SHARE` and the fields of `Objective.prepare`."""
+    """Make (params, batch) -> the batch with fields of its objective (`ROW_SHARE`, `prepare`)."""
     prepare = getattr(model.objective, "prepare", None)
     size = rows_per_example(model.objective)
     counts_rows = size > 1 or getattr(model.objective, "unit", "") == "examples"

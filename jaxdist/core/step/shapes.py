@@ -29,7 +29,7 @@ class BatchStage(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Samples of a step, tokens of a row)."""
+        """Return (samples of a step, tokens of a row)."""
         return self.batch_size, self.seq_len
 
 

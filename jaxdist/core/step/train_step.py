@@ -46,9 +46,9 @@ class Step:
     """The compiled functions of a run.
 
     Attributes:
-        train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
-            skipped (metric `applied` False) if the loss exceeds `limit` (float32 [], inf = no
-            limit), if loss or gradients are not finite, or if the global weight is 0.
+        train: (state, batch, limit) -> (state, metrics); jitted, or a `GroupedTrain`; `state` is
+            donated. The update is skipped (metric `applied` False) if the loss exceeds `limit`
+            (float32 [], inf = none), loss or gradients are not finite, or the global weight is 0.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: execution context of the model (kernels, dtypes), for logs.
         options: compiler options of `train`, for logs; none on CPUs.

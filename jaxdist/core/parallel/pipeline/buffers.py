@@ -23,7 +23,7 @@ class Lifetimes:
     """Intervals of ticks in which each buffered value is alive, per stage.
 
     Attributes:
-        activations: input of a virtual stage, alive until its forward.
+        activations: input of a virtual stage, alive until its forward; the first has none.
         cotangents: gradient of its output, alive until its backward; the last one has none.
         residuals: values that the forward saves for the backward.
         outputs: output of the last virtual stage, alive until its backward.

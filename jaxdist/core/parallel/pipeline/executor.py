@@ -4,8 +4,8 @@
 2. All actions of a tick are of one kind (`plan_loops`), so stages differ only in what they act on.
    An idle stage waits for the others anyway, so it runs the action, too, and its results are
    dropped: with a branch instead, XLA:GPU would copy all residuals and gradients in every tick.
-   Only the embedding, the head and layers that not all stages have are optional (`run_if`). They
-   may contain collectives over other axes, because those groups are within one stage.
+   Only the embedding, the head and layers that not all stages have are optional. They may contain
+   collectives over other axes, because those groups are within one stage.
 3. Exchanges come after the action, because a permute over the pipeline axis needs every stage.
 """
 
@@ -91,7 +91,7 @@ def run(schedule: Schedule, handlers: Mapping[Kind, Handler], state: State) -> S
             continue
 
         def pair(carry: tuple[State, Message], ticks: Array) -> tuple[tuple[State, Message], None]:
-            """Run a backward and a forward, int32 [2]; each exchange overlaps with the other."""
+            """Run a backward and a forward, ticks int32 [2]; each overlaps the other's exchange."""
             state, sent = carry
             state, back = act("backward", ticks[0], state)
             state = _deliver("forward", state, sent)

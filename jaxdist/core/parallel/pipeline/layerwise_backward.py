@@ -29,12 +29,12 @@ class Layers(NamedTuple):
     """The layers of one virtual stage.
 
     Attributes:
-        weights, frozen: parameters of all virtual stages, [virtual_stages, layers, ...].
+        weights, frozen: this stage's trained, frozen parameters, [virtual_stages, layers, ...].
         virtual: int32 [], index of these layers among the virtual stages.
         indices: model index of each layer, int32 [layers].
         aux: further inputs, identical for every layer.
         num_layers: int32 [], number of layers; the others are padding.
-        least: number of layers that every virtual stage has.
+        least: smallest number of layers of a virtual stage.
         as_loops: how padding is skipped, see `run_if`.
     """
 
@@ -48,7 +48,7 @@ class Layers(NamedTuple):
     as_loops: bool
 
     def one(self, slot: Any) -> tuple[Params, tuple[tuple[Array, Params], Any]]:
-        """Return the weights [...] of the layer at int32 [] `slot`, and its other inputs."""
+        """Return the trained weights [...] of layer `slot`, int32 [], and its other inputs."""
 
         def leaf(x: Array) -> Array:
             start = (self.virtual, slot, *([0] * (x.ndim - 2)))
@@ -60,7 +60,7 @@ class Layers(NamedTuple):
 
 
 class LayerwiseBackward:
-    """Runs a stack of layers, `unroll` per iteration; `reduce` sums gradients."""
+    """Runs a stack of layers, `unroll` per iteration; `reduce` maps each layer's gradients."""
 
     def __init__(self, layer: LayerVjp, reduce: Callable[[Params], Params], unroll: int) -> None:
         self._layer, self._reduce, self._unroll = layer, reduce, unroll
@@ -97,10 +97,10 @@ class LayerwiseBackward:
         totals: Params,
         mask: Callable[[Params], Params],
     ) -> tuple[Array, Params]:
-        """Return dx [rows, seq_shard, d_model] and the totals plus masked weight gradients."""
+        """Return dx [rows, seq_shard, d_model] of all layers, totals plus masked gradients."""
 
         def one(carry: tuple[Array, Params], index: Array) -> tuple[tuple[Array, Params], None]:
-            """Run one layer; totals are [virtual_stages, layers, ...] with its gradients added."""
+            """Run a layer backward; add its gradients to totals [virtual_stages, layers, ...]."""
             dy, totals = carry
             weights, constants = layers.one(index)
             read = lambda buffer: lax.dynamic_slice(
@@ -132,7 +132,7 @@ def over_layers(
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
-    """Scan `one` over indices int32 [] of layers; outputs [layers, ...] are 0 for padding."""
+    """Scan `one` over the virtual stage's layers 0, 1, ...; outputs [layers, ...], padding 0."""
     slots, least = jnp.arange(layers.indices.shape[0]), layers.least
     options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
     if least == slots.size:

@@ -2,7 +2,7 @@
 
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
 runs on stage `k % num_stages`, so neighbors in the model are neighbors on a ring. Its index among
-the virtual stages of that stage is `k // num_stages`; this index is called `virtual` everywhere. A
+the virtual stages of that stage is `k // num_stages`; this index is called `virtual`. A
 schedule is a list of *ticks*. In a tick each stage runs one action or is idle:
 
     forward   run a virtual stage on a microbatch; send the output to the next one
@@ -39,7 +39,7 @@ Tick: TypeAlias = tuple[Action | None, ...]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would give wrong results or deadlock; the message lists its violations."""
+    """Invalid sizes or actions of a schedule; the message lists up to 20."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,9 @@ class Report:
     Slots are those of the stage that needs most, permutes those of the loops of `plan_loops`.
 
     Attributes:
-        duration: sum over ticks of the longest action, in forwards of one virtual stage.
+        duration: sum over ticks of the longest action, in the unit of `Costs`.
         bubble: mean idle share of the stages, 0..1.
-        peak_stash: per stage, the most residuals of a microbatch and virtual stage kept together.
+        peak_stash: per stage, most (microbatch, virtual stage) whose residuals are kept together.
         messages: activations and gradients sent between neighbors, over all stages.
     """
 
@@ -81,17 +81,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 
 
 def branch_shares(schedule: Schedule) -> dict[str, float]:
-    """Return for each branch of the program the share of its ticks in which a stage takes it.
+    """Return for each optional part of an action the share of ticks in which a stage runs it.
 
-    The keys are `jax.named_scope`s without "pipeline_": `backward` on every stage, `head` on the
-    last one, `embed` and `embed_gradient` on the first. Forwards have no branch.
+    Keys are `jax.named_scope`s without "pipeline_": `head` on the last stage, `embed` and
+    `embed_gradient` on the first. Ticks are those of its kind of action.
     """
     ticks = Counter(kind for loop in plan_loops(schedule) for kind in loop.kinds * len(loop.rounds))
-    m, v = schedule.num_microbatches, schedule.num_virtual_stages
+    m = schedule.num_microbatches
     shares = {"embed": m / ticks["forward"]}
     if backwards := ticks["backward"]:
         at_end = m / backwards
-        shares |= {"backward": v * at_end, "head": at_end, "embed_gradient": at_end}
+        shares |= {"head": at_end, "embed_gradient": at_end}
     return shares
 
 

@@ -95,7 +95,7 @@ class Stage:
 
     @property
     def trained_outer(self) -> Params:
-        """Return the parameters outside the layers; None in place of those without gradients."""
+        """Return the parameters outside the layers; None in place of frozen ones."""
         return trained(self.outer, {name: self.forward.model.axes[name] for name in self.outer})
 
     def head(self, outer: Params, x: Array, now: Instruction) -> Sums:

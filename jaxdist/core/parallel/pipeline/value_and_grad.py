@@ -3,7 +3,7 @@
 The forward of a virtual stage saves, layer by layer, the residuals that its backward reads.
 
 Each exchange of the schedule (`simulation.Report`) sends one microbatch's activations, or their
-gradients. fsdp gathers weights and reduces gradients in every action, or once per step (`gather`).
+gradients. fsdp gathers layers and reduces their gradients in every action, or once per step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def make_pipeline_value_and_grad(
     Returns (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
     (sums, gradients). Layers are in execution order (`virtual_stages.py`). Sums are on the stages
     that run the layers and the head. Gradients are float32 gradients of the scaled objective, laid
-    out as `Layout.gradient_specs`. The caller must still sum them over `Layout.summed_axes`.
+    out as `Layout.gradient_specs`. The caller must still sum them over the other
+    `Layout.summed_axes`.
     """
     trained_axes = trained(forward.model.axes, forward.model.axes)
     specs = layout.param_specs(trained_axes)

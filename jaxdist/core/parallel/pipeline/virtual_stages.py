@@ -169,12 +169,12 @@ def model_order_sharding(path: Any, x: Any, stored: NamedSharding, split: LayerS
 
 
 def to_execution_order(tree: Any, split: LayerSplit) -> Any:
-    """Return a tree of arrays or structs [num_layers, ...] with layers on their stages."""
+    """Return a tree of arrays or structs with layers in execution order, [num_stored, ...]."""
     return _reorder(tree, split, to_model=False)
 
 
 def to_model_order(tree: Any, split: LayerSplit) -> Any:
-    """Return a copy of a tree in execution order, with layers [num_layers, ...] in model order."""
+    """Return a tree in execution order with its layers in model order, [num_layers, ...]."""
     return _reorder(tree, split, to_model=True)
 
 
@@ -182,7 +182,7 @@ class _Exchange(NamedTuple):
     """Exchange of an array's layers between stages, via a layout with all layers on each stage.
 
     Attributes:
-        stored: spec in execution order; () if each stage has all layers.
+        stored: spec in execution order; dim 0 is not split if each stage has all layers.
         between: spec with dim `dim` split over the stages, instead of the layers.
         dim: -1 = no dim can be split, and each stage has all layers in between.
     """
