@@ -95,8 +95,8 @@ def test_mismatched_tokenizers_are_refused(tmp_path, bpe):
     other = tmp_path / "tokens-bpe"
     main([str(source), "--out", str(other), "--tokenizer", str(bpe)])
     (other / "tokenizer.json").write_text(bpe.read_text() + " ")
-    check(other, "not the one", sources=(other,))
-    check(both[0], "leave data.tokenizer", sources=both[:1], tokenizer=str(bpe))
+    check(other, "not those", sources=(other,))
+    check(both[0], "leave both out", sources=both[:1], tokenizer=str(bpe))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "code", "pieces"])
