@@ -63,7 +63,7 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 
 def num_params(model: Model, active_experts: float = 1.0) -> int:
-    """Return the number of parameters as model cards count, with a share of the experts."""
+    """Return the number of parameters without vocabulary padding, with a share of the experts."""
     padded = model.dims.get("vocab", 0)
     real = lambda weight: model.vocab_size and "vocab" in weight.dims
     share = lambda weight: active_experts if "experts" in weight.dims else 1.0

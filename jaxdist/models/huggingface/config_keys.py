@@ -143,7 +143,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(
     gemma3_text=dict(_GEMMA_DEFAULTS, rope_theta=1e6, rope_local_base_freq=10000.0),
     gpt2=dict(n_positions=1024, layer_norm_epsilon=1e-5, tie_word_embeddings=True, n_inner=None),
 )  # fmt: skip
-"""Family -> default of each optional key that is used, as in transformers' config class."""
+"""Family -> defaults of optional keys, as in transformers' config class."""
 
 _NULL_IS_NONE = ("num_key_value_heads", "sliding_window", "final_logit_softcapping",
                  "attn_logit_softcapping")  # fmt: skip
