@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 68_184,
-    "package code lines": 48_239,
-    "test lines": 49_356,
+    "package lines": 67_500,
+    "package code lines": 48_330,
+    "test lines": 50_000,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }
