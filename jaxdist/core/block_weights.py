@@ -127,7 +127,7 @@ class BlockLayout:
         return BLOCK * (self.run if shares_range else 1)
 
     def record(self, dims: Dims) -> BlockWeight:
-        """Return a weight of `Parameter`s for one whose logical dims are `dims`."""
+        """Return a `BlockWeight` of `Parameter` records for a weight of these logical dims."""
         stack = dims[: self.is_stacked + self.has_experts]
         outs = dims[len(stack) + len(self.inputs) :]
         flat = (*dims[: len(stack) + 1], *outs)

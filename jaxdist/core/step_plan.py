@@ -46,7 +46,7 @@ _ROW_CHUNKS = 4  # the first and the last chunk overlap their collectives with n
 
 
 class StepSettings(NamedTuple):
-    """The sections of the settings that affect the step: train, precision, pipeline."""
+    """The sections of the settings that `plan_step` reads."""
 
     train: TrainConfig
     precision: PrecisionConfig = PrecisionConfig()

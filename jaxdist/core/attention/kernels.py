@@ -51,7 +51,7 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """One call of attention; `cached`: with explicit query positions; `too_large`: see `cudnn`."""
+    """One call of attention; `cached`: has query positions; `too_large`: of `cudnn.too_large`."""
 
     dtype: Any
     head_dim: int

@@ -193,7 +193,7 @@ def _sum_batches(x: Array, grad: Array, w: Array, sizes: Array, block: int) -> A
 
 
 def _in_batches(blocks: _Blocks, matrix_size: int) -> _Blocks:
-    """Split the blocks into batches, [batches, blocks]; the last one gets blocks without rows."""
+    """Split the blocks into batches, [batches, blocks]; the last ones get blocks without rows."""
     batches, each = batches_of(blocks.group.shape[0], matrix_size)
     missing = batches * each - blocks.group.shape[0]
     return jax.tree.map(lambda a: jnp.pad(a, (0, missing)).reshape(batches, each), blocks)

@@ -39,7 +39,7 @@ def validate_grouped(shapes: GroupedShapes, device: jax.Device) -> KernelCheck:
 
 
 def sample_sizes(rows: int, groups: int) -> dict[str, Int[np.ndarray, " groups"]]:
-    """Return name -> sizes of groups, with at most `rows` rows: equal, halved, empty, all odd."""
+    """Return name -> sizes of groups, `rows` at most: equal, halving, half of them 0, odd."""
     mean = rows // groups
     small = np.random.default_rng(0).integers(0, mean // 2 + 1, groups) // 2 * 2
     return {
