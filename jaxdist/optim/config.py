@@ -9,7 +9,7 @@ from typing import Literal
 from jaxdist.settings import setting
 
 _INT8_BYTES = 1 + 4 / 256
-"""Bytes of a moment in 8 bits: a code, and a float32 scale per block (`optim/int8.py`)."""
+"""Bytes per value in 8 bits: a code, and a float32 scale per block (`optim/int8.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

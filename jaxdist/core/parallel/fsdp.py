@@ -1,4 +1,4 @@
-"""The fsdp axis: parameters are sharded, all-gathered before use, gradients reduce-scattered.
+"""The fsdp axis: matrices are sharded, all-gathered before use, gradients reduce-scattered.
 
 Forward all-gathers a weight in the compute dtype, or in its stored format if that has fewer bits.
 Backward reduce-scatters its gradient in `reduce_dtype`. The default is bfloat16 if layers compute

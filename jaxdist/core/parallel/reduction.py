@@ -1,7 +1,7 @@
 """Sums of gradients over the mesh, their norm, and `Context.sum`.
 
 Parameters enter the differentiated function as varying (`collectives.vary` over
-`Layout.summed_axes`), so each device gets the gradient of its own rows. All functions run inside
+`Layout.summed_axes`), so each device gets its own part of the gradient. All functions run inside
 `jax.shard_map`: arrays are local. Specs are trees with the structure of the parameters.
 """
 

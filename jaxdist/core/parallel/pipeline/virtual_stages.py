@@ -2,8 +2,8 @@
 
 Checkpoints store layers in the order of the model: `[num_layers, ...]`. With pipeline stages, the
 state of a run stores layers on the stage that runs them, in *execution order*: of stage 0 all its
-virtual stages, of stage 1 all of its, and so on. A step then moves no weights. Virtual stages with
-fewer layers than the deepest one are padded with zeros, which no step runs or changes.
+virtual stages, of stage 1 all of its, and so on. No step then moves weights between stages. Virtual
+stages with fewer layers than the deepest one are padded with zeros, which no step runs or changes.
 `to_execution_order` follows a start or a restore, `to_model_order` precedes a save.
 """
 
