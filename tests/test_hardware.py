@@ -133,6 +133,7 @@ def test_custom_hardware_extends_a_listed_gpu_or_defines_all_fields(tmp_path):
         ('[x]\nlike = "h100"\nmemory_gib = -3', ["memory_gib=-3", "above 0"]),
         ('[x]\nlike = "h100"\nnum_sms = 1.5', ["num_sms=1.5", "whole number"]),
         ('[x]\nlike = "h100"\npeak_tflops = 3', ["a table", "bfloat16"]),
+        ('[x]\nlike = "h100"\npeak_tflops = { bfloat16 = 3 }', ["[x] peak_tflops", "float32"]),
         ('[x]\nlike = "h100"\ncompute_capability = 9', ["compute_capability=9"]),
         ('[x]\nlike = "h1"', ["like='h1'", "t4"]),
         ("x = 3", ["x is not a table"]),

@@ -237,10 +237,15 @@ def test_run_shorter_than_the_best_interval_saves_at_its_end(capsys):
 
 
 def test_8b_fits_on_one_gpu_with_its_moments_on_a_disk(capsys):
-    config = ["--config", str(ROOT / "configs" / "llama3_8b_one_gpu.toml"), "--mesh", "dp=1"]
+    config = [
+        "--config",
+        str(ROOT / "configs" / "llama3_8b_one_gpu.toml"),
+        "--compile=false",
+        "--json",
+    ]
 
-    def planned(*flags: str) -> dict:
-        assert main([*config, "--compile=false", "--json", "--gpus=h100:1", *flags]) == 0
+    def planned(*flags: str, gpus: str = "h100:1", mesh: str = "dp=1") -> dict:
+        assert main([*config, f"--gpus={gpus}", f"--mesh={mesh}", *flags]) == 0
         (report,) = json.loads(capsys.readouterr().out)["plans"]
         return report
 
@@ -253,6 +258,8 @@ def test_8b_fits_on_one_gpu_with_its_moments_on_a_disk(capsys):
     assert disk["checkpoints"]["bytes"] == kept["checkpoints"]["bytes"] == 1.5 * moments
     assert 0 < disk["memory"]["phases"]["update"]["fetched moments"] <= 0.1 * moments
     assert kept["fits"] is False and disk["fits"] is True
+    two = planned("--train.global_batch_size=2", gpus="h100:2x1", mesh="fsdp=2")
+    assert two["memory"]["disk_bytes"] == pytest.approx(moments / 2, rel=1e-3)  # on each node
 
 
 def test_offloaded_moments_cost_time_and_are_on_the_gpu_only_for_the_update(capsys):

@@ -17,7 +17,7 @@ from jaxdist.settings import Bounds, ConfigError
 GIB = 2**30
 
 HOST_BYTES_PER_S = 10e9
-"""Bandwidth between a GPU and its host: PCIe 4.0, with all GPUs of a node copying concurrently."""
+"""Between a GPU and its host, each way: PCIe 4.0, with all GPUs of a node copying concurrently."""
 
 DISK_BYTES_PER_S = 3e9
 """Bytes per second that a node's local NVMe disk reads and writes at the same time, in all."""
@@ -68,14 +68,14 @@ class Cluster:
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
-        """Return the cluster with the fewest nodes among which the GPUs divide equally."""
+        """Return the fewest nodes, of `gpu.gpus_per_node` at most, that divide the GPUs equally."""
         nodes = math.ceil(num_gpus / gpu.gpus_per_node)
         while num_gpus % nodes:
             nodes += 1
         return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
 
     def resized(self, num_gpus: int) -> Cluster:
-        """Return a cluster with another number of these GPUs; several nodes keep their size."""
+        """Return a cluster with another number of these GPUs; of several nodes, none grows."""
         per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
         other = Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
         return dataclasses.replace(other, disk_bytes_per_s=self.disk_bytes_per_s)
@@ -183,9 +183,10 @@ def _value_problem(name: str, key: str, value: Any) -> str:
         return "" if good else f'[{name}] {key}={value!r} is not like "9.0".'
     if key == "peak_tflops":
         entries = value.items() if isinstance(value, dict) else []
-        if entries and all(k in _DTYPES and _is_number(v) and _RATE.allow(v) for k, v in entries):
+        good = all(k in _DTYPES and _is_number(v) and _RATE.allow(v) for k, v in entries)
+        if good and "float32" in dict(entries):
             return ""
-        return f"[{name}] {key} must be a table of TFLOP/s by {', '.join(_DTYPES)}."
+        return f"[{name}] {key} must be a table of TFLOP/s: float32, any of {', '.join(_DTYPES)}."
     bounds = _NUMBERS[key].bounds
     is_integer = key in ("num_sms", "gpus_per_node", "gpus_per_fabric")
     if _is_number(value) and bounds.allow(value) and not (is_integer and value != int(value)):
@@ -232,14 +233,14 @@ GPUS: dict[str, Gpu] = _read_catalog()
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
-    """Return the GPU of a complete `jax.Device.device_kind`, or None: an L40S is not an L4."""
+    """Return the GPU of a complete `jax.Device.device_kind`, or of a name in `GPUS`; else None."""
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
     gpus = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
     return GPUS.get(device_kind) or next(gpus, None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s of one device in `dtype`, or None if unknown."""
+    """Return one device's dense peak FLOP/s in `dtype`; None if it is not in the catalog."""
     gpu = gpu_of(device_kind)
     return None if gpu is None else gpu.peak_flops.get(dtype)
 
@@ -259,10 +260,10 @@ def find_gpu(name: str, catalog: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """Return name -> GPU for the catalog and a user's TOML file, one table each.
+    """Return name -> GPU of the catalog, and of the tables of a user's TOML file.
 
-    A table with `like` copies a listed GPU, or an earlier table, and overrides some keys. Otherwise
-    it must have every key of `known.toml` except `device_kind`, `gpus_per_fabric`, `power_w` and
+    A table with `like` copies a listed GPU, or an earlier table, and overrides some keys. Others
+    must have every key of `known.toml` except `device_kind`, `gpus_per_fabric`, `power_w` and
     `max_clock`. Raises `ConfigError` with all problems of the file.
     """
     try:
@@ -270,7 +271,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "
-            "GPU, as jaxdist/hardware/known.toml has them."
+            "GPU, as in jaxdist/hardware/known.toml, without device_kind."
         ) from error
     gpus, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:
@@ -301,7 +302,7 @@ def _parse_cluster(text: str, catalog: Mapping[str, Gpu]) -> Cluster:
     match = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", count.strip() or "1")
     if match is None:
         raise ConfigError(
-            f"gpus {text!r}: {count!r} is not a number of GPUs. Use e.g. {name}:64, or "
+            f"gpus {text!r}: {count!r} is no number of GPUs up to 999999. Use e.g. {name}:64, or "
             f"{name}:8x8 for 8 nodes of 8 GPUs."
         )
     if match[2]:

@@ -42,7 +42,7 @@ class MemoryEstimate:
         workspace_bytes: scratch of attention kernels, which the compiler does not count.
         host_bytes: moments and activations in the host's memory, of one device.
         pinned_bytes: activations among them, which XLA pins.
-        disk_bytes: moments on the disk, of all devices, each counted once.
+        disk_bytes: moments on a node's disk, each counted once.
         host_moment_bytes: moments in host memory, of all devices, each counted once.
         is_rough: activations are an upper bound from the model's trace.
     """
@@ -130,7 +130,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         workspace_bytes=attention.workspace(job),
         host_bytes=moments * (offload == "host") + pinned,
         pinned_bytes=pinned,
-        disk_bytes=stored * (offload == "disk"),
+        disk_bytes=node_moment_bytes(job) * (offload == "disk"),
         host_moment_bytes=stored * (offload == "host"),
         is_rough=job.decoder is None,
     )
@@ -160,6 +160,11 @@ def stored_moment_bytes(job: Job) -> float:
     """Return the bytes of the optimizer's state on all devices, each value counted once."""
     sharded = job.total(job.trained, "moment")
     return moment_bytes(job) * sum(w.size for w in job.trained) / sharded if sharded else 0.0
+
+
+def node_moment_bytes(job: Job) -> float:
+    """Return the bytes of the optimizer's state on a node's devices, each value counted once."""
+    return min(job.cluster.gpus_per_node * moment_bytes(job), stored_moment_bytes(job))
 
 
 def _moments_in_flight(job: Job) -> float:
@@ -278,7 +283,7 @@ def _head(job: Job) -> Parts:
 
 
 def _layer(job: Job) -> Parts:
-    """Return name -> bytes of a layer's gathered weights, unreduced gradients and activations."""
+    """Return name -> bytes of the arrays in one layer's backward; {} without layers."""
     depth = job.layers_per_stage
     if not depth:
         return {}
@@ -295,7 +300,7 @@ def _layer(job: Job) -> Parts:
 
 
 def _transposed_table(job: Job) -> float:
-    """Return bytes of a tied table, transposed for the head before its cast; 0 if gathered."""
+    """Return bytes of a tied table, transposed for the head before its cast; else 0."""
     costs = costs_of(job)
     tables = [w for w in costs.embedding_tables() if not job.is_gathered(w)]
     return WIDE * job.total(tables, "gathered") * costs.is_tied()

@@ -19,7 +19,7 @@ from jaxdist.core.weights import GROUPS
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.plan.estimate import attention, products, teacher, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.estimate.memory import moment_bytes, stored_moment_bytes
+from jaxdist.plan.estimate.memory import moment_bytes, node_moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
 from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
@@ -49,7 +49,7 @@ class StepTime:
         communication: seconds of all collectives, hidden or exposed.
         model_flops: useful FLOPs per step, causal convention.
         peak_flops: of one device in the run's dtype, or in float32 if it does not support it.
-        accuracy: measured / estimated time: the lowest of our runs, the highest of others.
+        accuracy: measured / estimated time: low of our runs, high of others (`MEASURED`).
     """
 
     parts: dict[str, float]
@@ -73,7 +73,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second over all devices."""
+        """Tokens (or images) per second over all devices."""
         return self.tokens_per_step / self.seconds
 
     @property
@@ -123,7 +123,7 @@ def estimate_time(job: Job) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """FLOP/s and bytes/s; `forward` and `backward` are those in `precision.matmul_dtype`."""
+    """FLOP/s and bytes/s; `forward`, `backward`: those under `precision.matmul_dtype`."""
 
     software: Software
     products: float
@@ -181,12 +181,12 @@ def _attention_share(job: Job) -> float:
 
 
 def _moved_moments(job: Job) -> float:
-    """Return the bytes in each direction; both are copied at the same time, during the update."""
+    """Return the bytes of moments copied each way, both at once; 0 unless offloaded to hosts."""
     return moment_bytes(job) if job.config.train.offload == "host" else 0.0
 
 
 def _disk_moments(job: Job) -> float:
-    return 2 * stored_moment_bytes(job) if job.config.train.offload == "disk" else 0.0
+    return 2 * node_moment_bytes(job) if job.config.train.offload == "disk" else 0.0
 
 
 def _peak(job: Job) -> float:
@@ -249,7 +249,7 @@ def optimizer_work(job: Job) -> Work:
 
 
 def orthogonalization_flops(job: Job) -> float:
-    """Return the float32 FLOPs of five Newton-Schulz steps on this device's matrices."""
+    """Return a device's float32 FLOPs of Muon's Newton-Schulz steps; 0 without Muon."""
     total = 0.0
     for share in orthogonalized(job):
         low, high = sorted((share.rows, share.columns))
