@@ -6,7 +6,7 @@
     python -m jaxdist.plan --show-schedule --stages 4 --microbatches 8
 
 Takes the settings of training, needs no GPU and starts no device. Without --mesh it searches the
-best one. With the extra `plan` installed it compiles the train step for those GPUs.
+best one. If the extra `plan` is installed, it compiles the step for those GPUs (--compile).
 """
 
 from __future__ import annotations

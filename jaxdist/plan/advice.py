@@ -112,7 +112,7 @@ def _more_gpus(plan: Plan, config: PlanConfig) -> str:
             flags = size.choice.command(plan.base)
             return f"use {number} {gpu.name}: {flags} needs {needed} of each."
     return (
-        "without a pipeline no settings fit, even on 16 times as many GPUs. Use GPUs with more "
+        "without a pipeline no legal mesh of up to 16 times as many GPUs fits. Use GPUs with more "
         "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
         "largest part, add --train.offload-optimizer=host, or disk:/DIR without enough host memory."
     )
@@ -170,13 +170,13 @@ def _on_data(plan: Plan) -> str:
     spec = MeshSpec.over(DATA, plan.cluster.num_gpus)
     alone = next((c for c in plan.search.choices if c.job.spec == spec), None)
     if alone is None:
-        return "Data parallelism alone is not legal with this batch."
+        return "Data parallelism alone is not legal for this run."
     size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
     if not alone.fits:
         state = in_bytes(alone.memory.state_bytes)
         return (
             f"Data parallelism alone does not fit: it needs {size} of {limit}, {state} of that for "
-            "parameters and optimizer."
+            "parameters, moments and other state."
         )
     if plan.choice.job.spec == alone.job.spec:
         return f"Data parallelism alone is enough: a replica takes {size} of {limit}."
@@ -209,8 +209,8 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
     other = min(fitting, key=lambda c: c.time.seconds)
     speed = _compared(other, plan.choice)
     if used > 1:
-        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {speed}."
-    return f"No {short}: the best mesh with it ({other.job.spec}) is {speed}."
+        return f"{short}={used} {what}: the fastest mesh without it ({other.job.spec}) is {speed}."
+    return f"No {short}: the fastest mesh with it ({other.job.spec}) is {speed}."
 
 
 def _compared(other: Candidate, choice: Candidate) -> str:
@@ -267,14 +267,13 @@ def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterato
         offers = "; ".join(_offer(size) for size in sizes.best[:4])
         yield Advice(
             "other GPUs",
-            f"The smallest count of each type (doubling the count) that fits the run"
-            f"{_within(plan, sizes)}, cheapest first: {offers}.",
+            f"Of 1, 2, 4, ... GPUs of a type, {_within(plan, sizes)}, cheapest first: {offers}.",
         )
     elif not sizes.tried:
         yield Advice(
             "other GPUs",
-            "No count of any type fits the run without a pipeline, on any mesh that is legal for a "
-            f"batch of {plan.base.train.global_batch_size} rows. Use a smaller model, "
+            "No mesh without a pipeline of 1, 2, 4, ... GPUs of any type fits the run and is legal "
+            f"for a batch of {plan.base.train.global_batch_size} rows. Use a smaller model, "
             "a shorter train.seq_len or a larger batch, which more GPUs can share.",
         )
     else:
@@ -284,11 +283,11 @@ def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterato
 
 
 def _within(plan: Plan, sizes: Sizes) -> str:
+    if not plan.limits.days and sizes.best[0].cost.days > USUAL_DAYS:
+        return f"the fastest that fit (none ends within {USUAL_DAYS:.0f} days)"
     if plan.limits != Limits():
-        return ", within the deadline and budget"
-    if all(size.cost.days <= USUAL_DAYS for size in sizes.best):
-        return f" and ends within {USUAL_DAYS:.0f} days"
-    return f", the fastest number of each, as none ends within {USUAL_DAYS:.0f} days"
+        return "the fewest that fit within the deadline and budget"
+    return f"the fewest that fit and end within {USUAL_DAYS:.0f} days"
 
 
 def _offer(size: Size) -> str:
@@ -302,8 +301,8 @@ def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
     """Return text: no number of GPUs meets the limits, and which deadline or budget would do."""
     in_time, affordable = nearest(sizes, plan.limits)
     sentences = [
-        "Impossible: no count of any type meets deadline and budget with a batch of "
-        f"{plan.base.train.global_batch_size} rows."
+        "Impossible: no mesh without a pipeline of 1, 2, 4, ... GPUs of any type meets deadline "
+        f"and budget with a batch of {plan.base.train.global_batch_size} rows."
     ]
     if in_time is not None and plan.limits.money:
         sentences.append(f"--budget {math.ceil(in_time.cost.money)} would do: {_offer(in_time)}.")
@@ -349,9 +348,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
     text = (
         f"One step is {rows} rows, {job.tokens_per_step:,} {job.model.unit}, on any number of "
         f"GPUs, so optim.peak_lr={optim.peak_lr:g} remains valid. If you change "
-        "train.global_batch_size, multiply the rate by "
-        f"{'' if optim.optimizer == 'sgd' else 'the square root of '}the ratio of the batches: "
-        f"{_lr_scaling(plan)} does it."
+        f"train.global_batch_size, {_lr_scaling(plan)} adapts the rate."
     )
     if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
         text += (
@@ -447,7 +444,7 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
         f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
         f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
         f"{_save_flag(plan, plan.spot_checkpoints)}; the two cost the same at {even:.0f} "
-        "preemptions a day.",
+        "interruptions a day.",
     )
 
 

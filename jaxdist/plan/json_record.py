@@ -1,4 +1,4 @@
-"""A plan as one JSON object, in unrounded base units."""
+"""A plan as one JSON object, with unrounded numbers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from jaxdist.settings import ConfigError, Removed, problems_of, read_with_origin
 
 COMMAND = "jaxdist.plan"
 _MOST_CELLS = 4096
-"""Largest product of stages and microbatches whose diagram fits in a terminal."""
+"""Largest product of stages and microbatches in a diagram."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def read_plan(
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:
-    """Return the clusters to plan for, with prices from the settings."""
+    """Return the clusters to plan for, with prices and disks of the settings."""
     try:
         clusters = parse_gpus(config.gpus, read_gpus(config))
     except ConfigError as error:

@@ -82,24 +82,24 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes per device: of the compiled step and a teacher if available, else estimated."""
+        """Bytes per device: if compiled, of the step plus a teacher's weights; else estimated."""
         compiled = self.check.compiled if self.check else None
         return _needed(self.choice, compiled) if compiled else self.choice.memory.total_bytes
 
     @functools.cached_property
     def largest_batch(self) -> Candidate | None:
-        """The same run with the largest batch that fits without accumulation; None if none does."""
+        """The `largest_batch` of this run on the same mesh; None if none fits."""
         return largest_batch(self.choice.job, self.base.train.remat)
 
     @property
     def fits(self) -> bool:
-        """True if `total_bytes`, and those of each stage of the batch schedule, fit on a GPU."""
+        """True if `total_bytes`, and estimates of earlier stages of schedules, fit on a GPU."""
         fits = self.total_bytes <= self.choice.usable_bytes
         return fits and all(stage.fits for _, stage in stages_of(self.choice)[:-1])
 
 
 def narrow_problems(matmul_dtype: str, num_layers: int, gpu: Gpu) -> list[str]:
-    """Return why a GPU cannot multiply in a format, or has no known rate for it; [] = it can."""
+    """Return why a model on a GPU cannot use a format, or that its rate is unknown; [] = it can."""
     problems = matmul.problems(matmul_dtype, num_layers, "gpu", gpu.compute_capability)
     unknown = [dtype for dtype in NARROW_PEAKS.get(matmul_dtype, ()) if dtype not in gpu.peak_flops]
     if unknown and not problems:

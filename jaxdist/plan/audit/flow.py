@@ -74,7 +74,7 @@ def is_mean(program: Any, equation: Any) -> bool:
 
 
 def origins(program: Any, variable: Any) -> Iterator[Any]:
-    """Yield the equations that compute a value, last first, including those inside loops."""
+    """Yield the equations that compute a value, last first, including nested ones."""
     tracked = variables_of([variable])
     for equation in reversed(program.eqns):
         indices = [i for i, v in enumerate(equation.outvars) if _is(v, tracked)]

@@ -1,4 +1,4 @@
-"""Interpret a traced step abstractly: find sums that are missing or taken twice, per mesh axis."""
+"""Interpret a traced step abstractly, to find wrong sums and collectives over each mesh axis."""
 
 from __future__ import annotations
 

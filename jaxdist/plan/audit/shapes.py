@@ -172,7 +172,7 @@ def stack(equation: Any, states: Sequence[int]) -> int:
 
 
 def split_array(equation: Any, states: Sequence[int]) -> list[int]:
-    """Return the states of the parts of a split array."""
+    """Return the states of the results of the operation `split`."""
     axis, state = equation.params["axis"], states[0]
     if axis in dims_of(state):
         state = like(split(*[dim for dim in dims_of(state) if dim != axis]), state)

@@ -8,7 +8,7 @@ A state is an int for each mesh axis in use:
     PARTIAL    a partial sum on each device: the value is the sum over the devices
     INDEX      derived from the device index and equal values, e.g. a mask of the device's rows
     LOOKUP     result of an INDEX lookup in a table whose rows are split; must be masked before use
-    VARYING    anything else: never causes an alarm
+    VARYING    anything else: never counts as a wrong sum
     mask > 0   split: each device holds its part of the dims whose bits are set
 
 If a mask has several dims, the axis splits their product; after a reshape it is unknown which one.

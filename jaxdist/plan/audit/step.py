@@ -38,7 +38,7 @@ class Violation:
     Attributes:
         kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
             gather", "different order" or "dtype".
-        value: the value, by its parameter if possible, else by its type.
+        value: a parameter, its gradient, a result of the step, or a type.
         line: `file:line` in the model, else in the package; "" if unknown.
     """
 
@@ -87,7 +87,7 @@ def text_of(audit: Audit) -> str:
     """Return a table of transfers, then the violations, then the result."""
     lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
     if any(transfer.at_most for transfer in audit.transfers):
-        lines += ["", "≤: upper bound; some are in branches that devices may skip."]
+        lines += ["", "≤: with branches that a device may skip, and one round of `while` loops."]
     for violation in audit.violations:
         lines += ["", *wrap(str(violation), head="  ✗ ")]
     return "\n".join([*lines, "", audit.line()]).lstrip("\n")
@@ -114,7 +114,7 @@ def audit_program(
     """Return the audit of a jaxpr: of a step, of gradients (`make_value_and_grad`), or evaluation.
 
     Besides 4 bytes or more, reductions may use `sum_dtypes`, and those of gradients only
-    `gradient_dtype`. On one device the audit is empty.
+    `gradient_dtype`. Empty without a `shard_map` over several devices.
     """
     start = time.perf_counter()
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
@@ -249,7 +249,7 @@ def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
 def _narrow_gradients(
     path: Path, names: _Names, sizes: dict[str, int], expected: Any
 ) -> list[Violation]:
-    """Return a violation for each gradient that is reduced in a narrower dtype than `expected`."""
+    """Return a violation for each gradient reduced in a narrow dtype other than `expected`."""
     violations = []
     # Only reductions: operands of other equations, such as tokens, may have no dtype.
     for equation in (e for e in path.program.eqns if e.primitive.name in SUMS):
@@ -287,14 +287,14 @@ _PURPOSES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Collectives of one kind with the same purpose.
+    """Collectives of one kind, purpose, dtype and group of mesh axes.
 
     Attributes:
         purpose: the package's reason for them, or the line of the model that calls them.
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
         num_sites: number of equations in the program.
         times: number of executions in one step on one device.
-        at_most: `times` is an upper bound, because a device may skip the branch of some.
+        at_most: some are in branches, counted as taken, or in `while` loops, counted as one round.
         num_bytes: per step, of complete arrays: before a reduce-scatter, after an all-gather.
     """
 
@@ -366,7 +366,7 @@ def _added(left: Transfer, right: Transfer) -> Transfer:
 
 
 def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int, bool]]:
-    """Yield all nested equations with their number of executions, and whether in a branch."""
+    """Yield the needed nested equations, their number of executions, and whether in a branch."""
     for equation in _needed(program):
         yield equation, times, in_branch
         name = equation.primitive.name

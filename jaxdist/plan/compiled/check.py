@@ -86,7 +86,7 @@ class CompiledStep:
         branch_shares: how often a pipeline stage takes each branch
             (`simulation.branch_shares`); {} without a pipeline.
         program: HLO text after all compiler passes.
-        attention: "cudnn" or "xla"; "" without attention.
+        attention: "cudnn", else "xla" if the model reads text, else "".
         offload: why the program must not run with activations in host memory.
     """
 
@@ -120,7 +120,7 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """The reason why the step was not compiled, and a fix; "refused" are invalid settings."""
+    """The reason why the step was not compiled, and a fix; "refused": invalid settings or mesh."""
 
     kind: Literal["missing", "refused", "failed", "timeout"]
     reason: str
@@ -316,5 +316,5 @@ def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
         yield Remark(
             "attention",
             "attention is not cuDNN's fused kernel: its scores pass through memory, block by block "
-            "in rows of 1,024 tokens and more, else all in one piece.",
+            "or in one piece.",
         )

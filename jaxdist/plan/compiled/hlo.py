@@ -98,7 +98,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return the program of an HLO text; raise `UnknownHLO` for a line without instruction."""
+    """Return the program of an HLO text; raise `UnknownHLO` for any other text."""
     computations: dict[str, list[HloInstruction]] = {}
     entry, current = None, None
     for line in text.splitlines():

@@ -1,7 +1,7 @@
 """Check a compiled step that moves activations to host memory between forward and backward.
 
 Backward visits the layers in reverse, so it must read the last layer of a stack on the host first.
-The XLA:GPU compilers of jax 0.10.2 and 0.11.0 record the reverse order for the read, which gives
+The XLA:GPU compilers of jax 0.10.2 and 0.11.0 record the order of forward for the read, which gives
 wrong gradients without an error (openxla/xla#46231). Some others drop the placement silently.
 """
 
@@ -22,7 +22,7 @@ def offload_problems(compiled: Any) -> list[str]:
     """Return why a compiled step must not run with activations in host memory; [] = it may."""
     fix = "Use --train.remat full, or another version of jax (0.11.1 or newer)."
     if not compiled.memory_analysis().host_temp_size_in_bytes:
-        return [f"the compiler keeps the activations that train.remat offloads on the GPU. {fix}"]
+        return [f"the compiler keeps on the GPU the activations that train.remat offloads. {fix}"]
     if wrong := forward_reads(compiled.as_text()):
         return [
             f"the compiled backward pass reads {', '.join(wrong)} in host memory in the order of "

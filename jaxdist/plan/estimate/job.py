@@ -41,7 +41,7 @@ WIDE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Properties of another trainer's step, for comparison with published runs.
+    """Properties of our step, or of another trainer's, to compare with published runs.
 
     Attributes:
         products_dtype: dtype of matrix products, if it differs from the compute dtype ("float8").
@@ -165,12 +165,12 @@ class Job:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of matrix products."""
+        """Compute dtype of the step."""
         return self.plan.compute_dtype
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element of activations and gathered weights."""
+        """Bytes per element in the compute dtype."""
         return int(self.dtype.itemsize)
 
     @functools.cached_property
@@ -387,7 +387,7 @@ class Job:
 
     @functools.cached_property
     def outer(self) -> tuple[Weight, ...]:
-        """The weights outside the stacked layers: embedding, head, last norm."""
+        """The weights outside the stacked layers, e.g. embedding, head, last norm."""
         return tuple(w for w in self.weights if not w.is_stacked)
 
     def is_gathered(self, weight: Weight) -> bool:

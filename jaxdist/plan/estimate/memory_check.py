@@ -60,7 +60,7 @@ class Budget:
             log.warning(
                 "GPU %r is not in the catalog: choices such as remat assume the rates of an H100, "
                 "and MFU and cost are not reported. Set --monitoring.peak-tflops to its dense "
-                "TFLOP/s in %s; jaxdist plan reads all its data from --hardware",
+                "TFLOP/s in %s; jaxdist plan reads all data of a GPU from --hardware",
                 *(cluster.gpu.name, config.precision.resolve("gpu")),
             )
         own = sum(device.process_index == jax.process_index() for device in devices)
@@ -99,7 +99,7 @@ class Budget:
             self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def _check_host(self) -> None:
-        """Raise `ConfigError` if activations exceed XLA's limit, or all arrays the host's memory.
+        """Raise `ConfigError` if activations exceed `PINNED_LIMIT_GIB`, or all arrays host memory.
 
         Moments count twice: those of a step that is being saved, and those of the next step.
         """
@@ -112,7 +112,7 @@ class Budget:
         )
         for gpus, needed, limit, what in limits:
             if needed > limit:
-                twice = " (moments twice during a save)" if needed > pinned else ""
+                twice = " (moments twice during a save)" if moments and needed > pinned else ""
                 raise ConfigError(
                     f"memory: {gpus} GPUs move {in_bytes(needed)}{twice} to host memory, but "
                     f"{what} {in_bytes(limit)}. Use --train.offload-optimizer=none or disk:/DIR, "
@@ -174,7 +174,7 @@ class Budget:
         )
 
     def _fix(self, usable: float) -> str:
-        """Return advice: the smallest change that reduces the estimate to `usable` bytes."""
+        """Return how to reduce the estimate to `usable` bytes: a change, or else another mesh."""
         choice = dataclasses.replace(Candidate.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."
@@ -238,7 +238,7 @@ def _cluster_of(
 
 
 def _unknown_gpu(device: Any, limit: float, peak_tflops: float) -> Gpu:
-    """Return a GPU without catalog entry: an H100, with its memory, and `peak_tflops` if set."""
+    """Return an H100 with the memory of `device`, and its rates scaled to `peak_tflops` if set."""
     h100 = GPUS["h100"]
     scale = peak_tflops * 1e12 / h100.peak_flops["bfloat16"] if peak_tflops else 1.0
     return dataclasses.replace(

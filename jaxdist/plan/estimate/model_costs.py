@@ -1,7 +1,8 @@
 """Costs of a model on one device: work of layers and head, and bytes of their activations.
 
 `ModelCosts` has FLOPs and residuals of any model's trace, an upper bound. The formulas of
-`DecoderCosts` count the arrays in buffer assignments of the GPU compiler.
+`DecoderCosts` count the arrays in buffer assignments of the GPU compiler. A layer here is one block
+of the stack, which may have several.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Shape = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device: FLOPs of products and of unmasked attention, bytes of memory traffic."""
+    """Work of one device: FLOPs of products and of attention, bytes of memory traffic."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -121,7 +122,7 @@ class ModelCosts:
         return ()
 
     def is_tied(self) -> bool:
-        """Return True if the head's kernel is the embedding table (tied)."""
+        """Return False: it is unknown if the head of a traced model is tied."""
         return False
 
 
@@ -161,7 +162,7 @@ class DecoderCosts(ModelCosts):
         return 6.0 * products + 12.0 * queries * seen
 
     def forward(self) -> Work:
-        """Return the forward work of one layer."""
+        """Return the forward work of one layer, with its experts."""
         job, passes = self.job, self.job.engine.software
         weights = self.d_model * (2 * self.queries + 2 * self.keys + self.up + self.hidden)
         elements = passes.query_passes * (self.queries + self.keys)
@@ -184,8 +185,8 @@ class DecoderCosts(ModelCosts):
         """Return a layer's forward (in `forward`) and backward work of experts beyond an MLP's.
 
         Counted are the arrays of `core/experts.py`, `parallel/expert.py` and `matmul/grouped.py`,
-        and products of unused rows. Backward computes the outputs of experts again, because the
-        gradients of a token's shares read them.
+        and products of unused rows. With remat, backward computes outputs of experts again, because
+        the gradients of a token's shares read them.
         """
         job, parts, d = self.job, self.shape.experts_per_token, self.d_model
         if not parts:
@@ -383,7 +384,7 @@ class DecoderCosts(ModelCosts):
 
     @property
     def expert_rows(self) -> int:
-        """Number of elements that a layer's experts read and write, unused rows included."""
+        """Mean number of elements that experts read and write in a layer, with unused rows."""
         job, per_token = self.job, self.shape.experts_per_token
         used = FACTOR if job.spec[EXPERT] > 1 else 1.0
         used *= self.shape.sparse_layers / self.shape.layers
@@ -454,7 +455,7 @@ class DecoderCosts(ModelCosts):
         return WIDE * job.tokens * (4 * self.queries + 4 * self.keys)
 
     def head_parts(self) -> Mapping[str, float]:
-        """Return the bytes alive during the loss: chunks of logits, gradient of the kernel."""
+        """Return the bytes alive during the loss, by class."""
         job = self.job
         kernel, logits = self.d_model * self.columns, job.loss_chunk * self.columns
         trains = job.trained_share(job.outer) > 0

@@ -176,14 +176,14 @@ def why_not(choice: Candidate, best: Candidate) -> str:
 
 
 _CAUSES = {
-    "products": "backward recomputes more",
-    "attention": "backward recomputes more",
+    "products": "more recomputation, or smaller products",
+    "attention": "more recomputation, or uneven load",
     "memory-bound kernels": "norms and residuals are not split over tensor",
     "launch gaps": "more and smaller microbatches",
     "optimizer": "each GPU updates more parameters",
     "pipeline bubble": "stages wait for each other",
     "waiting for weights": "gathering weights is not hidden behind compute",
-    "waiting for gradients": "gradients are reduced over slow links",
+    "waiting for gradients": "reducing gradients is not hidden behind compute",
     "waiting for new parameters": "ZeRO gathers the new parameters after each step",
     "waiting for activations": "tensor parallelism reduces activations in every layer",
     "waiting for heads": "devices that share rows exchange heads in every layer",
@@ -315,7 +315,7 @@ def _zeros(current: int, spec: MeshSpec) -> list[int]:
 
 
 def _remats(job: Job) -> list[str]:
-    """Return the policies to compare, from least to most memory."""
+    """Return the policies to compare, from least to most memory after one of the user's own."""
     current, policies = job.config.train.remat, policies_of(job)[::-1]
     cannot_offload = job.spec[PIPELINE] > 1 and offloaded_names(current)
     return policies if cannot_offload or current in (*policies, "auto") else [current, *policies]

@@ -98,7 +98,7 @@ def _passes(job: Job) -> int:
 
 
 def _replicas(job: Job) -> Iterator[Moved]:
-    """Yield reductions of matrix gradients over replicas; ZeRO also gathers the new parameters."""
+    """Yield reductions of matrix gradients over replicas, and gathers of ZeRO 1 and 2."""
     zero = job.config.mesh.zero
     shard = {axis for w in job.weights for axis in job.axes(w, "param")}
     replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
