@@ -26,7 +26,7 @@ _GROUP = 1 << 12
 
 
 class Runs(NamedTuple):
-    """Runs of rows with equal piece lengths; `starts`, int64 [runs + 1], ends with num_rows."""
+    """Runs of rows of the same piece lengths; `starts`, int64 [runs + 1], ends with num_rows."""
 
     starts: np.ndarray
     entries: list[Entries]

@@ -320,8 +320,8 @@ class JinjaTemplate:
         """Return the first character of an answer whose content is `text[start:stop]`.
 
         The answer starts after the generation prompt of the `messages` before it. If `text` does
-        not start with this prompt, it starts after the prompt's header, such as
-        `<|im_start|>assistant`, or else after their common prefix. `after` is the end of the
+        not start with this prompt, the answer starts after the prompt's header, such as
+        `<|im_start|>assistant`, or else after the common prefix of both. `after` is the end of the
         previous answer.
         """
         try:

@@ -200,7 +200,7 @@ class DataConfig:
 
     @property
     def has_single_rows(self) -> bool:
-        """Return whether rows have one record each, padded and not packed."""
+        """Return whether each document has its own row, padded and not packed."""
         return self.records in SINGLE
 
     @functools.cached_property
@@ -258,8 +258,8 @@ class DataConfig:
             )
         if self.has_single_rows and self.packing != "auto":
             errors.append(
-                f"data.packing={self.packing} with data.records={self.records}: a row has one "
-                "record. Leave data.packing out."
+                f"data.packing={self.packing} with data.records={self.records}, whose rows are not "
+                "packed. Leave data.packing out."
             )
         elif self.packing == "stream":
             errors.append(

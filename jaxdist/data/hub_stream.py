@@ -1,8 +1,8 @@
 """Stream data sets of the hub: shards are tokenized ahead of training and deleted after use.
 
 A shard is a file of the data set at its commit, or a part of a Parquet or tar file; rows do not
-cross shards. The cache folder has the tokens of the shards in use, DIR/000012, with a lock that
-their readers share. The first process of a host that locks a missing shard downloads and tokenizes
+cross shards. The cache has the tokens of each shard in use, stream-KEY/000012, with a lock that
+its readers share. The first process of a host that locks a missing shard downloads and tokenizes
 it; the last one that no longer needs it deletes it.
 """
 

@@ -147,7 +147,7 @@ class _StageOrder(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def keys_of(seed: int, part: int, epoch: int) -> tuple[int, ...]:
-    """Return the keys for `permute` in one epoch of a part."""
+    """Return the keys for `permute` in one epoch (or buffer) of a part."""
     digest = hashlib.blake2b(f"{seed} {part} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
 

@@ -19,7 +19,7 @@ from jaxdist.data.hub_sets import HubFile
 from jaxdist.settings import ConfigError
 
 _MEMBER_BYTES = 64 << 20
-"""Largest member, as it is read into memory."""
+"""Largest member, because members are read into memory."""
 
 _BLOCK = tarfile.BLOCKSIZE
 

@@ -54,8 +54,8 @@ class ByteTokenizer:
         end_id: token after each document, or None.
         bos_id, pad_id: start and padding token, or None; for exported models and tasks.
         stop_ids: tokens that end generation.
-        begin_ids: tokens that the post-processor puts before each text.
-        marks_start: whether each encoded piece gets a leading space, as with sentencepiece.
+        begin_ids: tokens that the post-processor puts before a text; () for text_format 1.
+        marks_start: whether a piece gets a leading space (sentencepiece); False for text_format 1.
         fingerprint: digest of the tokenizer's file and end token, without `text_format`.
         token_bytes: number of UTF-8 bytes per token, 0 for special ones; float32 [vocab_size].
     """
