@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> Iterable[str]:
         moved = 2 * memory.disk_bytes / plan.cluster.disk_bytes_per_s
         remark = f"read and written in {duration(moved)} a step at --disk-gb-per-s "
         remark += f"{plan.cluster.disk_bytes_per_s / 1e9:g}; twice the bytes during a save"
-        rows.append(("  moments on the disk", in_bytes(memory.disk_bytes), remark))
+        rows.append(("  moments on a node's disk", in_bytes(memory.disk_bytes), remark))
     yield from _aligned(rows)
     if memory.disk_bytes:
         time, job = plan.choice.time, plan.choice.job

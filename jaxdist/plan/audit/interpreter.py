@@ -333,7 +333,7 @@ class Interpreter:
             orders = {tuple(_order(branch, axis)) for branch in branches}
             repeated = equation.primitive.name == "while" and orders != {()}
             if len(orders) > 1 or repeated:
-                text = "chooses between branches whose collectives differ"
+                text = "may differ between devices, and decides which collectives run"
                 operand = equation.invars[0]
                 self._alarm("different order", axis, equation, operand, text, path)
 

@@ -78,8 +78,8 @@ class Audit:
         if not self.is_clean:
             return f"mesh audit: {len(self.violations)} violations over {over}"
         return (
-            f"mesh audit: {count} collectives over {over}, {self.num_parameters} parameters "
-            f"followed, no sum missing or taken twice ({self.seconds:.1f} s)"
+            f"mesh audit: {count} collectives over {over}, {self.num_parameters} parameter "
+            f"arrays followed, no sum missing or taken twice ({self.seconds:.1f} s)"
         )
 
 

@@ -83,7 +83,7 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        branch_shares: how often a pipeline stage takes each branch
+        branch_shares: share of ticks in which a pipeline stage takes each branch
             (`simulation.branch_shares`); {} without a pipeline.
         program: HLO text after all compiler passes.
         attention: "cudnn", else "xla" if the model reads text, else "".

@@ -55,7 +55,7 @@ class CheckpointCost:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of a checkpoint: saved weights, averages and moments of all devices."""
+    """Return the bytes of a checkpoint: saved weights, averages and moments, each once."""
     saved = job.trained if job.config.lora.rank else job.weights
     params = sum(weight.num_bytes * weight.size for weight in saved)
     params += sum(n * weight.size for copy in job.copies.values() for weight, n in copy)

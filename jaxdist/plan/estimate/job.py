@@ -295,7 +295,7 @@ class Job:
 
     @property
     def num_fp8_layers(self) -> int:
-        """Number of layers whose weights are gathered and whose inputs are saved in fp8."""
+        """Number of a device's layers in fp8; without stages, also gathered and saved in it."""
         return self.num_narrow_layers if self.plan.matmul_dtype == "fp8" else 0
 
     @property
@@ -375,7 +375,7 @@ class Job:
         return sum(self.size(weight, role) for weight in weights)
 
     def gathered_bytes(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes per device of gathered weights in the dtype in which they arrive."""
+        """Return the bytes per device of gathered weights as they arrive, but unrounded in fp8."""
         return sum(
             w.num_gathered_bytes(self.compute_bytes) * self.size(w, "gathered") for w in weights
         )

@@ -44,7 +44,7 @@ class Flow:
 
 
 def flows_of(job: Job) -> list[Flow]:
-    """Return the collectives of one device per step; with a pipeline, of the busiest stage."""
+    """Return a device's collectives per step, but a teacher's; of stages, those of the busiest."""
     moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
     return [
         _flow(job, axes, traffic)
