@@ -50,14 +50,14 @@ _WORTH_NARROW = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One recommendation: a topic of one or two words, and sentences."""
+    """One recommendation: a short topic, and sentences."""
 
     topic: str
     text: str
 
 
 def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[Advice]:
-    """Return all advice on a plan, most important first."""
+    """Return all advice on a plan, on its fit first."""
     return [
         *_fit(plan, config),
         *_dtype(plan),

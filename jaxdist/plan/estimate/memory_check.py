@@ -1,4 +1,4 @@
-"""Memory check of a run on its GPUs: logs the estimate, rejects a run, checks the compiled step."""
+"""Memory check of a run on its GPUs: by the estimate, and then by the compiled step."""
 
 from __future__ import annotations
 
