@@ -185,7 +185,7 @@ def relabeled(file):
 def test_a_torn_group_is_never_read(damage, tmp_path):
     _, files, _ = steps_of("dp=1", tmp_path)
     damage(files._file(2))
-    with refused("group-2", "torn", error=DamagedMoments):
+    with refused("group-2", "damaged", error=DamagedMoments):
         files.read(2, 0)
 
 

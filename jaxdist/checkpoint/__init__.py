@@ -9,7 +9,7 @@ On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline sch
     manifest.json              size and CRC-32 of every file, written last
     CORRUPT, SUPERSEDED        marker files with the reason not to load the checkpoint
 
-A directory without a manifest is an unfinished save. No file or directory is renamed.
+A directory without a manifest is an unfinished save. No directory is renamed.
 
 `checkpointer` is the interface for a run; `save` lists the steps of a save. Only `orbax_io` imports
 Orbax.

@@ -246,15 +246,15 @@ class Checkpointer:
     def restore(
         self, abstract_state: Any, *, step: int | None = None, optional: Collection[str] = ()
     ) -> tuple[Any, dict[str, Any], int]:
-        """Load a checkpoint onto any mesh, verified; return (state, meta, step).
+        """Load a checkpoint onto any mesh by `checkpoint.verify`; return (state, meta, step).
 
         `abstract_state` is a tree like the saved one, of `jax.ShapeDtypeStruct` with sharding.
         Arrays of another dtype are cast. Without `step`, or with the result of `choose`, loads the
-        newest valid checkpoint (the local save if `choose` selected one), or an older one if its
-        arrays are corrupt and this is not `read_only`. Parts in `optional` (`pytree.OPTIONAL`) may
-        be missing in checkpoint or state: if the checkpoint lacks one, its abstract value is
+        newest valid checkpoint (or the local save of `choose`), or an older one if its checksums
+        are wrong and this is not `read_only`. Parts in `optional` (`pytree.OPTIONAL`) may be
+        missing in checkpoint or state: if the checkpoint lacks one, its abstract value is
         returned. Raises `ConfigError` for missing or extra leaves and other shapes, and
-        `CheckpointError` if nothing, or not this `step`, can be restored.
+        `CheckpointError` if none, or not the chosen one, can be read.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
@@ -407,7 +407,7 @@ class Checkpointer:
 
 
 def try_save_path(parent: Location, group: Group) -> None:
-    """Write a small array sharded over all devices, read it back, delete it; raise if this fails.
+    """Write a small array sharded over all devices and read it back, or raise; delete it.
 
     If only one process fails, the others may hang inside Orbax until they are killed.
     """
@@ -417,7 +417,7 @@ def try_save_path(parent: Location, group: Group) -> None:
     except Exception as failure:
         # Raise immediately: the others may hang in Orbax, and this process's exit ends them.
         raise CheckpointError(
-            f"the test save before training to {parent} failed: {one_line(failure)}. "
+            f"a test save in {parent} before training failed: {one_line(failure)}. "
             f"Fix that, or choose another --run-dir."
         ) from failure
     finally:

@@ -30,7 +30,7 @@ def checksums(arrays: Sequence[Array]) -> list[int]:
 
 
 def digest_of(tree: Any) -> str:
-    """Return a digest of names and values of a tree of arrays [...], the same on every mesh."""
+    """Return a SHA-256 of names and checksums of a tree of arrays [...], equal on all meshes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     sums = checksums([leaf for _, leaf in leaves])

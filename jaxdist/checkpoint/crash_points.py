@@ -18,9 +18,9 @@ CrashPoint = Literal[
     "before_manifest",  # every file has its CRC-32, the manifest is not written
     "after_manifest",  # the checkpoint counts, older ones are not deleted yet
     "during_retention",  # an old checkpoint has lost its manifest, not its other files
-    "during_mark",  # a checkpoint was found corrupt and is not marked yet
+    "during_mark",  # a corrupt or superseded checkpoint is not marked yet
     "during_restore",  # the arrays are read and not yet returned to the run
-    "during_moments",  # new moments of a group are on the disk, and have not replaced the old ones
+    "during_moments",  # new moments of a group are complete, and have not replaced the old ones
 ]
 POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
 

@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Raised if stored bits differ from the saved ones; an older checkpoint may be intact."""
+    """Raised if files of a checkpoint are damaged; an older checkpoint may be intact."""
 
 
 class MismatchError(ConfigError):
@@ -52,8 +52,8 @@ _MAX_LENGTH = 600  # characters of an error; paths alone can have hundreds
 class Outcome:
     """Result of one save.
 
-    `waited_s` is the wait for the previous save, `blocked_s` the copy to the host and `written_s`
-    the time from the start until the manifest was durable. `error` is one line, "" if committed.
+    `waited_s` is the wait for the previous save; from then on, `blocked_s` is the time until the
+    copy is in host memory, `written_s` until the save is committed. `error` is "" if committed.
     """
 
     step: int
@@ -118,8 +118,8 @@ class EventLog:
             bytes=outcome.num_bytes,
         )
         self.log(
-            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} by process 0 in "
-            f"{outcome.written_s:.2f} s including copies on other hosts, training blocked "
+            f"local save of step {outcome.step}: {in_bytes(outcome.num_bytes)} by process 0, all "
+            f"processes finished in {outcome.written_s:.2f} s, training blocked "
             f"{outcome.blocked_s:.2f} s"
         )
 
@@ -133,7 +133,7 @@ class EventLog:
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
         self.log(
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
-            f"stops at {allowed}; older checkpoints are untouched, the next interval tries again)"
+            f"stops at {allowed}; until then the next save tries again; older checkpoints are kept)"
         )
 
 
@@ -143,7 +143,7 @@ def first_error(errors: Sequence[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line with cause and path; messages of Orbax have hundreds of lines.
+    """Return an error as one line; messages of Orbax have hundreds of lines.
 
     The message of a `CheckpointError` is returned unchanged. Of nested messages of TensorStore: the
     last path and the text of the system's error.

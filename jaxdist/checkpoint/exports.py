@@ -1,4 +1,4 @@
-"""Export committed checkpoints in Hugging Face's format while training continues.
+"""Export committed checkpoints in Hugging Face's or PEFT's format while training continues.
 
 Each export is a process of its own with low priority. It reads the checkpoint's files, so training
 does not wait for it. Exports run one at a time, and retention keeps their checkpoints until they
@@ -48,7 +48,7 @@ class Exports:
                 self._futures[stored] = self._thread.submit(self._export, stored)
 
     def committed(self, step: int) -> None:
-        """Queue: delete an older export of this committed step, and export it again if due."""
+        """Queue the deletion of an older export of this step and, if due, a new export."""
         if self._config.export != "none" and not self._stopped:
             self._futures[step] = self._thread.submit(self._replace, step)
 

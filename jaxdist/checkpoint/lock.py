@@ -25,13 +25,13 @@ HEARTBEAT_S = 10.0
 """Seconds between heartbeats in the lock file; a holder that misses three counts as dead."""
 
 RELEASE_S = 30.0
-"""Time-out of the release; an unreleased lock delays the next run by three heartbeats."""
+"""Time-out of the release; an unreleased lock can delay the next run by three heartbeats."""
 
 _held: set[str] = set()  # excludes within this process, which POSIX locks do not
 
 
 class DirectoryLock:
-    """Exclusive right of one process to write into a directory (an absolute path)."""
+    """Exclusive right of one run to write into a directory (an absolute path)."""
 
     def __init__(self, directory: Location, log: Callable[[str], None]) -> None:
         self._directory = directory
@@ -99,7 +99,7 @@ class DirectoryLock:
         return self._lost
 
     def release(self, *, undo: bool = False) -> None:
-        """Release the lock; `undo` restores the lock file, or its absence, before `acquire`."""
+        """Release the lock; `undo` restores the old lock file, or deletes the new one."""
         if self._file is None or self._beating is None:
             return
         self._stop.set()
@@ -122,7 +122,7 @@ class DirectoryLock:
             self._file.write(self._before)
 
     def _reject_living_holder(self, file: LockFile) -> None:
-        """Raise `ConfigError` if the holder of the granted lock is alive; may wait for 30 s."""
+        """Raise `ConfigError` if the holder that the lock file names is alive; may wait 30 s."""
         holder = _parsed(file.read())
         if not holder or holder.get("state") == "released":
             return

@@ -140,7 +140,7 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
                 problems.append(f"{name} has {actual} of {size} bytes")
         except OSError as error:
             _raise_transient(checkpoint, error)
-            problems.append(f"{name} is missing")
+            problems.append(f"{name} is missing or cannot be read")
     return problems
 
 

@@ -4,7 +4,7 @@ Each process has a directory of its own in the directory that the user named, wi
 group of parameters: a header (format, CRC-32, step), then the process's shards of the group. A
 write goes to a new file that replaces the old one, so that a kill leaves the old or the new file. A
 read rejects a file whose CRC-32 or step is not the expected one. The files are deleted at the end
-of a run, and those of a killed process by the next one.
+of a run, and those of a killed process by the next run.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class MomentFiles(MomentStore):
         needed, free = 2 * sum(sizes) + max(sizes), shutil.disk_usage(self.directory).free
         if free < needed:
             raise ConfigError(
-                f"{name}: moments take {in_bytes(sum(sizes))}, twice while a checkpoint is "
-                f"written, in all {in_bytes(needed)}, and {in_bytes(free)} are free. Free some, or "
+                f"{name}: moments of a process take {in_bytes(sum(sizes))}, with the copies "
+                f"during writes {in_bytes(needed)}, and {in_bytes(free)} are free. Free some, or "
                 "name a directory of another disk."
             )
 
@@ -134,7 +134,7 @@ class MomentFiles(MomentStore):
 
 
 def _read(file: Path, shards: Sequence[Shard], step: int) -> list[np.ndarray]:
-    """Return the shards [...] in a file of `step`; raises `DamagedMoments` for any other file."""
+    """Return the shards [...] in a file; `DamagedMoments` if it is not intact and of `step`."""
     data: Any = np.empty(sum(shard.num_bytes for shard in shards), np.uint8)
     length = 0
     with open(file, "rb", buffering=0) as opened:
@@ -144,10 +144,10 @@ def _read(file: Path, shards: Sequence[Shard], step: int) -> list[np.ndarray]:
         _drop_pages(opened.fileno())
         is_longer = bool(opened.read(1))
     if len(header) < _HEADER.size or length < len(data) or is_longer:
-        raise DamagedMoments(f"{file} has another size than its moments: it is torn")
+        raise DamagedMoments(f"{file} has another size than its moments: it is damaged")
     kind, crc, stored_step = _HEADER.unpack(header)
     if kind != _FORMAT or crc != _crc_of(stored_step, [data]):
-        raise DamagedMoments(f"{file} does not match its CRC-32: it is torn")
+        raise DamagedMoments(f"{file} does not match its CRC-32: it is damaged")
     if stored_step != step:
         raise DamagedMoments(
             f"{file} has moments of step {stored_step}, and the state is of step {step}"

@@ -36,7 +36,7 @@ class Shard(NamedTuple):
         runs: pairs of an index in the shard and the index of the same values in `leaf`; none for
             layers that only pad a virtual stage.
         is_written: whether this process writes the shard to checkpoints.
-        chunk: shape of a chunk in checkpoints; no two processes write to one chunk.
+        chunk: largest chunk in checkpoints, so that no two processes write to one chunk.
     """
 
     leaf: pytree.Leaf
@@ -89,7 +89,7 @@ class MomentStore:
         """Free what outlives the process, at the end of a run."""
 
     def read(self, group: int, step: int) -> list[np.ndarray]:
-        """Return the shards [...] of a group after `step` steps; raises for any other step."""
+        """Return the shards [...] of a group after `step` steps; `RuntimeError` for other steps."""
         stored_step, shards = self._kept[group]
         if stored_step != step:
             raise RuntimeError(
@@ -182,7 +182,7 @@ class Snapshot:
         self._store, self._take = store, store.take_snapshot(step)
 
     def write_to(self, checkpoint: Location) -> dict[str, int]:
-        """Write the moments of this process; return their part of each array's checksum."""
+        """Write this process's share of the moments; return its part of each array's checksum."""
         sums: dict[str, int] = {}
         handles: dict[str, Any] = {}
         for group in self._store.shards:
@@ -223,7 +223,7 @@ def _total(replies: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _leaves_of(groups: Groups) -> list[tuple[pytree.Leaf, np.ndarray | None]]:
-    """Return the optimizer state's leaves in model order, and their `model_rows` [layers]."""
+    """Return the optimizer state's leaves, layers in model order, and `model_rows` [layers]."""
     made = []
     for leaf in pytree.leaves_of({"opt_state": groups.state.opt_state}):
         value, path = leaf.value, tuple(map(jax.tree_util.DictKey, leaf.path))

@@ -1,7 +1,7 @@
 """Write and read arrays on an object store: one zarr array per leaf, one object per chunk.
 
-Every process writes the chunks of its devices from copies in host memory. A restore reads only the
-byte ranges that it needs. The format is zarr version 2 without compression.
+Every process writes chunks of its devices from copies in host memory. A restore reads only the rows
+of a chunk that it needs. The format is zarr version 2 without compression.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ObjectWriter:
         self._uploads: list[Future[None]] = []
 
     def start(self, checkpoint: Location, items: dict[str, dict[str, Any]]) -> None:
-        """Copy arrays, in nested dicts by item, to the host and start to upload them."""
+        """Copy this process's shards, in nested dicts by item, to the host and start uploads."""
         self.fingerprints, self._uploads = {}, []
         self._pool = self._pool or ThreadPoolExecutor(REQUESTS, "checkpoint-upload")
         leaves = list(_leaves(items))
@@ -185,7 +185,7 @@ class ObjectArray:
         file, length = self._location / _chunk_name(part, self.chunk), rows * row
         data = file.part(first * row, length)
         if len(data) != length:
-            raise OSError(f"{file} has {len(data)} of {length} bytes")
+            raise OSError(f"{file} has {len(data)} of {length} bytes from {first * row} on")
         values = np.frombuffer(data, self.dtype).reshape(rows, *self.chunk[1:])
         out[relative(part, index)] = values[(slice(None), *inside[1:])] if part else values[0]
 

@@ -34,7 +34,7 @@ PART = "part_"
 """First part of the name of a directory in `arrays/` to which a single process writes."""
 
 CHUNK_BYTES = 64 << 20
-"""Largest chunk of an array on disk, the smallest unit that a restore reads."""
+"""Largest chunk of an array on disk; a restore reads complete chunks."""
 
 _LEAST_SHARE_BYTES = 16 << 20
 _HOST_MEMORY_GB = 32  # for concurrent reads or writes; with less, restores read twice

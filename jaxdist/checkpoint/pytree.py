@@ -125,7 +125,7 @@ def with_checksums(
 def mismatches(
     leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
-    """Return an error per missing, differing or (unless below a name in `ignore`) extra leaf."""
+    """Return an error per missing, differing or (unless `under` a name in `ignore`) extra leaf."""
     lines = []
     names = {leaf.name for leaf in leaves}
     for leaf in leaves:
@@ -217,7 +217,7 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     """Return a leaf [...] from the stored array, in the leaf's dtype and on its sharding.
 
-    A cast deletes the stored array. A PRNG key is built from uint32 data [..., words of a key].
+    A cast deletes `array`. A PRNG key is built from uint32 data [..., words of a key].
     """
     dtype, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:

@@ -30,7 +30,7 @@ _SMALL_BYTES = 1 << 20  # "quick" also reads files up to this size: metadata has
 
 @dataclasses.dataclass(kw_only=True)
 class Reader:
-    """Verify and load checkpoints; mark corrupt ones at once, with `is_held` at `commit`.
+    """Verify and load checkpoints; `choose` marks corrupt ones at once, with `is_held` at `commit`.
 
     With `read_only`, mark none.
     """
@@ -42,7 +42,7 @@ class Reader:
     read_only: bool
     is_held: bool
     _verified: set[int] = dataclasses.field(default_factory=set, init=False)
-    _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # found in load
+    _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # not marked yet
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order: corrupt ones too, superseded ones not."""
@@ -65,7 +65,7 @@ class Reader:
             return None
         # Mark none, so that the next start accepts them if the user repairs their files.
         raise CheckpointError(
-            f"no checkpoint in {self.directory} verifies, so nothing was resumed:\n"
+            f"no checkpoint in {self.directory} verifies, so nothing was loaded:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
             + "\nRestore their files, or start again in another --run-dir."
         )
@@ -162,11 +162,11 @@ class Reader:
         reinit: Collection[str] = (),
         optional: Collection[str] = (),
     ) -> Any:
-        """Read the leaves of `target`, verify them, and return them in its structure.
+        """Read the leaves of `target`, verified by `config.verify`; return them in its structure.
 
         `step` is a checkpoint whose files were verified; `target` must cover the `items`, () = all.
         `reinit` is as in `Checkpointer.restore_params`, `optional` as in `restore`. Raises
-        `MismatchError` and `CorruptCheckpoint`.
+        `MismatchError` and `CheckpointError`.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
@@ -225,8 +225,8 @@ class Reader:
                 damage = reason
             if not damage:  # out of memory or a stale file handle: the files are intact
                 raise CheckpointError(
-                    f"checkpoint {step}: {reason}, and its files are intact. Start the "
-                    "same command again."
+                    f"checkpoint {step}: {reason}, but no damaged file was seen. Start "
+                    "the same command again."
                 ) from error
             if self.group.num_processes == 1:
                 raise CorruptCheckpoint(damage) from error

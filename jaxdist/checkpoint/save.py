@@ -4,7 +4,7 @@
     2. copy to the host, start writing and computing checksums; training continues
     3. in the background: wait for arrays and checksums on all processes
     4. process 0 writes the document with names and checksums of the arrays
-    5. compute the CRC-32 of every file, divided among the processes
+    5. compute the CRC-32 of each file that has none, divided among the processes
     6. process 0 writes the manifest, which commits the checkpoint, and starts its export if due
     7. process 0 deletes the checkpoints that retention does not keep
 
@@ -65,8 +65,8 @@ class Saver:
     """Write checkpoints, one at a time, in the background.
 
     Attributes:
-        resumed_from: step that this run continues from, -1 for none; None after the first save,
-            which marks newer checkpoints as superseded.
+        resumed_from: step that this run continues from, -1 for none; in process 0 None after the
+            first save, which marks newer checkpoints as superseded.
         last_committed: whether the last requested save is committed; see `wait`.
         exports: exports of committed checkpoints.
         lock_lost: returns why this process must stop writing, or "" (`DirectoryLock.lost`).
@@ -138,7 +138,7 @@ class Saver:
         return waited_s
 
     def close(self) -> None:
-        """Stop the threads of Orbax and of this saver, and the current export."""
+        """Stop the threads of writer and saver, and the current export."""
         self._thread.shutdown(wait=False)
         self._writer.close()
         self.exports.close()
@@ -154,7 +154,7 @@ class Saver:
             )
 
     def complete(self) -> dict[int, Saved]:
-        """Return step -> metrics and `halfway` of each checkpoint with a valid manifest."""
+        """Return step -> metrics and `halfway` of each checkpoint that `manifest.read` accepts."""
         saved = {}
         for step in manifest.steps_in(self._directory):
             try:
@@ -193,7 +193,7 @@ class Saver:
         return ""
 
     def _check_reachable(self) -> None:
-        """Raise unless this is the directory that was opened, and the lock is still held.
+        """Raise unless this is the opened directory and, in process 0, the lock is still held.
 
         If the file system were unmounted, a save would fill the local disk. Orbax creates missing
         directories, so only the lock file proves that it is mounted.
@@ -251,10 +251,10 @@ class Saver:
         outcome: Outcome,
         moments: MomentStore | None,
     ) -> Callable[[], Written]:
-        """Start writing; return a function that waits for the checksums and returns the document.
+        """Start writing; return a function that waits for the checksums and writes `moments`.
 
-        It also writes `moments` to the checkpoint. In a job of several processes a failure raises
-        `CheckpointError`, because only the exit of this process unblocks the others.
+        If starting fails in a job of several processes, raises `CheckpointError`, because only the
+        exit of this process unblocks the others.
         """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
@@ -366,7 +366,7 @@ class Saver:
         try:
             manifest.delete_partial(self._directory)
         except OSError as error:
-            self._events.log(f"files of a failed save could not be deleted: {one_line(error)}")
+            self._events.log(f"unfinished saves could not be deleted: {one_line(error)}")
 
     def _retain(self) -> None:
         if self._directory.is_local:
@@ -380,7 +380,7 @@ class Saver:
         try:
             not_kept = steps_to_delete(self.complete(), self._config, self.exports.unfinished)
         except OSError as error:
-            self._events.log(f"old checkpoints could not be deleted: {one_line(error)}")
+            self._events.log(f"old checkpoints could not be listed for deletion: {one_line(error)}")
             return
         for step in not_kept:
             try:
@@ -442,7 +442,7 @@ def steps_to_delete(
 
 
 def best_steps(saved: Mapping[int, Saved], metric: str) -> list[int]:
-    """Return the steps that have the metric, best first; ties are sorted by later step first."""
+    """Return the steps whose metric is a number, best first; of equal ones, the later first."""
     sign = -1.0 if metric.rpartition("/")[2] in _LARGER_IS_BETTER else 1.0
     scored = [
         (sign * one.metrics[metric], -step)

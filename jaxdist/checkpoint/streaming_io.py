@@ -21,7 +21,7 @@ from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
-"""Largest block in memory."""
+"""Largest block that `StoredArrays.blocks` reads by default."""
 
 
 class StoredArrays:
@@ -59,7 +59,7 @@ class StoredArrays:
     ) -> Iterator[tuple[Index, np.ndarray]]:
         """Yield index and values of each block [...] of an array, as stored, in row-major order.
 
-        By default a block is complete rows up to `BLOCK_BYTES`. Raises `CorruptCheckpoint` after
+        By default a block has up to `BLOCK_BYTES`. Raises `CorruptCheckpoint` after
         the last block if the checksum differs from the saved one.
         """
         entry = self.entries[name]
@@ -105,7 +105,7 @@ class CheckpointWriter:
 
         `entry` has its `shape`, `dtype`, `path` (keys) and, for a PRNG key, `key`. `chunk` is the
         shape of a chunk on disk. `parts` [shape of their index] cover the array and are cast to the
-        dtype; complete chunks are fastest.
+        dtype; complete chunks are fastest, and necessary on an object store.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}
