@@ -129,7 +129,7 @@ def test_verify_arrays_detects_damage_missed_by_file_checksums(run, tmp_path, ca
 def test_diff_reports_arrays_and_the_size_of_differences(run, tmp_path, capsys):
     step_1, step_2 = (str(run / "checkpoints" / name) for name in "12")
     assert main(["diff", step_1, step_1]) == 0
-    assert "5 arrays identical, 0 differ" in capsys.readouterr().out
+    assert "5 arrays identical, 0 of equal shape differ" in capsys.readouterr().out
     assert main(["diff", step_1, step_2, "--json=true"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert list(result["differing"]) == ["params/layers/w"]

@@ -76,10 +76,10 @@ def test_largest_batch_within_a_limit(monkeypatch, capsys):
     monkeypatch.setattr(fit_batch, "_run", out_of_memory)
     assert fit_batch.main(words) == 0
     out = capsys.readouterr().out
-    assert "4 rows on each replica: RESOURCE_EXHAUSTED" in out
+    assert "4 examples per replica and microbatch: RESOURCE_EXHAUSTED" in out
     assert out.splitlines()[-1].endswith("--train.global-batch-size 6 --train.num-microbatches 1")
     monkeypatch.setattr(fit_batch, "_run", run)
-    with refused("one row", "memory: the compiled step takes"):
+    with refused("one example", "memory: the compiled step takes"):
         fit_batch.main([*words[:-2], "--limit-gib=1e-9"])
 
 

@@ -160,6 +160,7 @@ CHECKPOINTS = {  # run, changes of the checkpoint, check -> facts of its problem
         [set_value(f"params/{UP}", np.nan), drop(f"mu/{UP}")],
         {"checkpoint": [UP, "NaN"], "gradients": [f"mu/{UP}"]},
     ),
+    "no moments": ("full", [drop("opt_state/")], {"gradients": [f"mu/{UP}", "missing"]}),
     "an adapter without gradient": (
         "adapted", [zero(f"{QKV}/adapters/k_proj/a", 1)], {"gradients": ["k_proj/a of layer 1"]}
     ),

@@ -1,1 +1,1 @@
-"""Commands around training: launch, sweep, doctor, audit, convert, report, compare."""
+"""Commands around training, e.g. launch, sweep, doctor, convert and compare."""

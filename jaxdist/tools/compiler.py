@@ -116,7 +116,7 @@ def _memory(stats: Any, calls: list[tuple[str, HloInstruction]], gpu: Gpu) -> di
 def attention_workspace(call: HloInstruction, gpu: Gpu) -> int:
     """Return the scratch bytes of a cuDNN call, which the compiler does not count.
 
-    A forward call needs 256 on Hopper, 0 on Ampere; for backward see `cudnn_scratch`. cuDNN treats
+    A forward call needs 256 from Hopper on, else 0; for backward see `cudnn_scratch`. cuDNN treats
     each document of a packed call as a row.
     """
     if "Backward" not in call.attributes:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials: dict[int, dict[str, Any]] = {}
 
     def fits(rows: int) -> bool:
-        with waiting(f"trying {rows} rows on each replica"):
+        with waiting(f"trying {rows} examples per replica and microbatch"):
             trials[rows] = _in_child(words, rows)
         if not config.json:
             print(_line(trials[rows]), flush=True)
@@ -75,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if not fits(1):
         raise ConfigError(
-            f"{COMMAND}: one row on each replica does not fit: {trials[1]['reason']} Use more "
-            "devices, a mesh that splits the model, --train.remat=full or shorter rows."
+            f"{COMMAND}: one example per replica and microbatch does not fit: "
+            f"{trials[1]['reason']} Use more devices, a mesh that splits the model, "
+            "--train.remat=full or shorter rows."
         )
     best = trials[search(fits, trials[1].get("estimate", 1))]
     if config.json:
@@ -107,7 +108,7 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def trial(config: FitConfig) -> dict[str, Any]:
-    """Run steps of `config.rows` examples per replica; return `fits`, memory or `reason`, ..."""
+    """Run steps of `config.rows` examples per microbatch; return `fits`, memory or `reason`, ..."""
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.tune_malloc()
@@ -203,18 +204,18 @@ def _in_child(words: Sequence[str], rows: int) -> dict[str, Any]:
     if done.returncode < 0:  # by the system, or an abort of XLA
         return {"rows": rows, "fits": False, "reason": f"killed by signal {-done.returncode}."}
     raise ConfigError(
-        f"{COMMAND}: the trial of {rows} rows failed with exit code {done.returncode}:\n"
+        f"{COMMAND}: the trial of {rows} examples failed with exit code {done.returncode}:\n"
         f"{done.stderr.strip()[-2000:]}"
     )
 
 
 def _line(result: Mapping[str, Any]) -> str:
     if not result["fits"]:
-        return f"{result['rows']} rows on each replica: {result['reason']}"
+        return f"{result['rows']} examples per replica and microbatch: {result['reason']}"
     used = result["peak_bytes"] or result["compiled_bytes"]
     return (
-        f"{result['rows']} rows on each replica fit: {in_bytes(used)} of each device, remat "
-        f"{result['remat']}"
+        f"{result['rows']} examples per replica and microbatch fit: {in_bytes(used)} of each "
+        f"device, remat {result['remat']}"
     )
 
 

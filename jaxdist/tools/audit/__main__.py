@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parts.model.name} on mesh {parts.spec} ({devices})\n")
         print(text_of(audit))
         if config.deep:
-            verdict = "deep audit: loss and every gradient of one step equal one device's"
+            verdict = "deep audit: one step of a small copy equals one device's, but for rounding"
             print("\n" + ("\n".join(f"  ✗ {one}" for one in unequal) or verdict))
     return 0 if audit.is_clean and not unequal else 2
 

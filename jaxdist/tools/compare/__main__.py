@@ -82,14 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(runs: Divergence) -> list[str]:
-    """Return one line per difference between two runs, and the last equal step or checkpoint."""
+    """Return lines on differences between two runs, and on equal steps and checkpoints."""
     lines = []
     for title, changes in (("setting", runs.settings), ("software", runs.environment)):
         changed = [f"{title} {key}: {a} | {b}" for key, (a, b) in changes.items()]
         lines += changed[:_MAX_NAMES]
         lines += [f"and {len(changed) - _MAX_NAMES} more"] * (len(changed) > _MAX_NAMES)
     if runs.data_step is not None:
-        lines.append(f"data: different rows from step {runs.data_step} on")
+        lines.append(f"data: step {runs.data_step} is the first with different rows")
     if runs.step is None:
         lines.append(f"numbers: equal in all common steps, the last is {runs.last_common_step}")
     else:
@@ -166,7 +166,7 @@ def _recorded_otherwise(
         recorded = {r["step"]: r for r in steps_of(run) if r["step"] in steps}
         wrong = next((step for step in own if _is_other(step, recorded.get(step.step))), None)
         if wrong is not None:
-            differences.append(f"recorded different numbers from step {wrong.step} on")
+            differences.append(f"first recorded different numbers at step {wrong.step}")
         arrays = next((step.arrays for step in own if step.arrays), None)
         if arrays is not None and checkpoint is not None:
             other = unequal_arrays(arrays, stored_arrays(run, checkpoint))

@@ -48,7 +48,7 @@ class Divergence:
 
     @property
     def last_to_rerun(self) -> int:
-        """Return the first step with different records, or the one after a different checkpoint."""
+        """Return the first different step, or the one after `checkpoint` if that is earlier."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
 

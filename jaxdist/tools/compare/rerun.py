@@ -64,10 +64,10 @@ def rerun_steps(
     limit: Callable[[int], float] = lambda step: math.inf,
     checkpoint: int | None = None,
 ) -> Iterator[RerunStep]:
-    """Yield each rerun step with these batches, starting from `state`, which is donated.
+    """Yield each rerun step with these batches, from `state`, which is donated.
 
-    `diagnose` is the run's diagnostic step. `limit` returns the loss above which a step's update is
-    skipped. The step after `checkpoint` describes its arrays.
+    `diagnose` is the diagnostic step. `limit` returns the loss above which a step's update is
+    skipped. The step after `checkpoint` describes the arrays before it.
     """
     for step, batch in enumerate(batches, start=int(state.step) + 1):
         arrays = {}
@@ -105,8 +105,8 @@ def rerun(
     """Rerun the steps of both runs after `start`, up to `last` or the first difference.
 
     Both `parts` are on the same devices and mesh. `start` is a step with a checkpoint in both runs;
-    0 = new states. The step after `checkpoint` describes its arrays. Return the first difference or
-    None, and the steps.
+    0 = new states. The step after `checkpoint` describes the arrays before it. Return the first
+    difference or None, and the steps.
     """
     walks, done = [], []
     with contextlib.ExitStack() as stack:
@@ -131,7 +131,7 @@ def rerun(
             done.append((a, b))
             if difference := first_difference(a, b):
                 return difference, done
-            log.info("step %d: all %d digests of the two runs are equal", step, len(a.digests))
+            log.info("step %d: all %d digests of both reruns are equal", step, len(a.digests))
     return None, done
 
 
@@ -297,7 +297,7 @@ _observe.defvjp(_forward, _backward)
 
 
 def _lanes(x: Array) -> Array:
-    """Return a digest of a local array of any shape: float32 [_LANES], integers below 256."""
+    """Return a digest of a local array [n, ...]: float32 [_LANES], integers below 256."""
     low = checksum(x)
     high = checksum(x[::-1])
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)

@@ -15,7 +15,7 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
 def export_checkpoint(run: Location, step: int = -1) -> str:
-    """Export a checkpoint, -1 = the newest, unless its export exists; return a summary line."""
+    """Export a checkpoint, -1 = newest valid, unless its export exists; return a summary line."""
     checkpoint = checkpoint_of(str(run), step)
     out = run / "export" / checkpoint.name
     if out.exists():

@@ -56,7 +56,7 @@ def checkpoint_of(path: str, step: int) -> Location:
     if step >= 0 and step not in steps:
         raise ConfigError(
             f"{directory} has no checkpoint {step}; it has {', '.join(map(str, steps))}. "
-            "Use one of these, or leave --step out for the newest."
+            "Use one of these, or no step for the newest."
         )
     reasons = []
     for candidate in [step] if step >= 0 else reversed(steps):
@@ -64,7 +64,7 @@ def checkpoint_of(path: str, step: int) -> Location:
         if not reason:
             return directory / candidate
         reasons.append(f"checkpoint {candidate} in {directory} is corrupt: {reason}")
-    raise ConfigError([*reasons, "Use another one with --step, or restore its files."])
+    raise ConfigError([*reasons, "Use another step, or restore its files."])
 
 
 def nothing_under(prefix: str, names: Iterable[str]) -> str:

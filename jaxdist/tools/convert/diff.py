@@ -127,4 +127,4 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
         )
     if len(ranked) > len(printed):
         print(f"… and {len(ranked) - len(printed)} more (--limit=0 prints all)")
-    print(f"{len(result['identical'])} arrays identical, {len(ranked)} differ")
+    print(f"{len(result['identical'])} arrays identical, {len(ranked)} of equal shape differ")

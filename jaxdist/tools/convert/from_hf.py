@@ -1,9 +1,9 @@
 """`convert from-hf DIR OUT`: import a Hugging Face model as a run directory.
 
-DIR is a model directory, or ORG/NAME[@REVISION] on the hub.
+DIR is a model directory, its URL, or ORG/NAME[@REVISION] on the hub.
 
 The run directory can be evaluated, used for generation, and trained. Weights keep their dtype and
-are copied in blocks of a few MB: memory use does not depend on the size of the model.
+are copied in blocks of at most 16 MiB: memory use does not depend on the size of the model.
 """
 
 from __future__ import annotations

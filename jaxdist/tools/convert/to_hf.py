@@ -1,7 +1,7 @@
 """`convert to-hf RUN OUT`: write the weights of a run as a Hugging Face model directory.
 
-`config.json`, safetensors in shards with an index, the tokenizer's files, and a `README.md` that
-shows how transformers opens it.
+`config.json`, safetensors (shards with an index if large), the tokenizer's files, if any, and a
+`README.md` that shows how transformers opens it.
 """
 
 from __future__ import annotations

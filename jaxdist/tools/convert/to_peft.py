@@ -1,7 +1,7 @@
 """`convert to-peft RUN OUT`: write the adapters of a run as a PEFT directory.
 
-`adapter_config.json`, `adapter_model.safetensors`, the tokenizer's files, and a `README.md` that
-shows how PEFT opens it. vLLM and SGLang serve it next to the base.
+`adapter_config.json`, `adapter_model.safetensors`, the tokenizer's files, if any, and a `README.md`
+that shows how PEFT opens it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _CURVES = (
 """Title, key of the records and factor of each chart; `{unit}` is "tokens" or "images"."""
 
 _LOGARITHMIC = ("loss", "eval", "grad_norm", "learning_rate")
-"""Curves that `log_y` draws on a logarithmic axis; the others are shares and amounts."""
+"""Curves that `log_y` draws on a logarithmic axis, besides the losses of named sets."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2.5rem auto; }
@@ -164,7 +164,7 @@ def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[floa
 
 
 def _position(run: ReportedRun, step: int, x: str) -> float:
-    """Return a step's position on the x axis: the step, or the tokens trained on by then."""
+    """Return a step's position on the x axis: the step, or the tokens or images until then."""
     if x == "step":
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]

@@ -19,7 +19,7 @@ from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 MAX_RECORDS = 4096
-"""About this many train records are kept per run: extreme losses and the steps between them."""
+"""With more train records than this, a run is thinned, see `stream_records`."""
 
 _COUNTED = {"skipped_steps": "skipped_step", "recompilations": "recompile", "warnings": "*"}
 """Row of the table -> event to count; * = every event of level warning or above."""
@@ -30,8 +30,8 @@ class ReportedRun:
     """A run and its outcome; unknown values are None.
 
     `config` is dotted setting -> value, from the newest checkpoint or config.toml. `train` and
-    `evals` lack steps that a resume discarded; long runs are thinned, see `MAX_RECORDS`.
-    `restarts` are steps at which the run was restarted. `outcome` is table row -> value.
+    `evals` lack steps that a resume discarded; `train` is thinned, see `MAX_RECORDS`. `restarts`
+    are steps at which the run was restarted. `outcome` is field of `--json` -> value.
     """
 
     name: str

@@ -39,7 +39,7 @@ def differences(runs: Sequence[ReportedRun]) -> dict[str, dict[str, Any]]:
 
 
 def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
-    """Return (label, one cell per run) for each outcome that a run has; a star marks the best."""
+    """Return (label, one cell per run) for each outcome that a run has; some rows star the best."""
     rows: list[tuple[str, list[str]]] = []
 
     def add(label: str, show: Callable[[ReportedRun], str], best: str = "", key: str = "") -> None:

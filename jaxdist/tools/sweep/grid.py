@@ -68,7 +68,7 @@ class Trial:
 def read_sweep(argv: Sequence[str], summary: str = "") -> tuple[list[Trial], tuple[str, ...]]:
     """Return the checked runs of the command line, and flags of a SLURM job array (() = none).
 
-    Raise `ConfigError` with all problems.
+    Raise `ConfigError` with all problems of the grid or, if it has none, of the runs.
     """
     config = read_settings(
         SweepConfig,

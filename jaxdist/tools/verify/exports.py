@@ -202,7 +202,7 @@ def _check_values(trained: Trained, exported: Exported, is_peft: bool) -> Check:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _differs(ours: Array, others: Array, dtype: Any, is_stacked: bool, units: int) -> Array:
-    """Return bool [num_layers] or []: two arrays [...] differ by more than `units` of rounding."""
+    """Return bool [num_layers] or []: arrays [...] differ by over `units` roundings of the peak."""
     rounded = ours.astype(dtype).astype(jnp.float32)
     bound = units * float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(rounded))
     is_close = jnp.abs(rounded - others.astype(jnp.float32)) <= bound

@@ -36,7 +36,7 @@ from jaxdist.runtime.storage import Location
 from jaxdist.settings import ConfigError
 
 SAMPLE_SHAPE = (2, 16)
-"""Rows and positions of the random tokens whose logits are compared."""
+"""Rows and maximum positions of the random tokens whose logits are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def _check_arrays(trained: Trained) -> Check:
         except (CheckpointError, ValueError, OSError) as error:
             problems.append(f"{one_line(error)}.")
     count = len(trained.entries)
-    text = f"{count} arrays are finite and have the checksums computed on the devices at the save"
+    text = f"{count} arrays are finite and have the checksums computed at the save"
     return Check(name="checkpoint", summary=text, problems=problems)
 
 
@@ -158,7 +158,7 @@ def _check_moments(trained: Trained) -> Check:
             f"; the input rows of tokens {', '.join(map(str, unused))} had no gradient, which is "
             "correct if they are never an input before a learned token"
         )
-    if not count:
+    if not count and not problems:
         return Check(name="gradients", summary="the optimizer has no moments", is_done=False)
     return Check(name="gradients", summary=text, problems=problems)
 
@@ -240,12 +240,12 @@ def _check_loading(trained: Trained) -> Check:
             problems.append(f"{stored} is stored, but not loaded.")
     text = f"{len(compared)} arrays are loaded with the checksums of the save"
     if rest := len(loaded) - len(compared):
-        text += f"; {rest} frozen ones have the digest of the run"
+        text += f"; {rest} others are frozen ones with the digest of the run, or cast"
     return Check(name="loading", summary=text, problems=problems)
 
 
 def sample_logits(parts: Parts, params: Params) -> np.ndarray | None:
-    """Return logits, float32 [*SAMPLE_SHAPE, vocab], of random tokens, or None without decoding.
+    """Return logits, float32 [rows, positions, vocab], of random tokens; None without decoding.
 
     The model decodes as in `generate`, but in float32.
     """
