@@ -163,7 +163,7 @@ def open(
         objective: the object that was passed to `train`, if any; for evaluation.
 
     Raises:
-        ConfigError: there is no run, or an argument has a wrong type.
+        ConfigError: there is no run, or an argument is wrong.
     """
     make_model, rows = _objects(model, data, {})
     for name, value, parsed in (("model", model, make_model), ("data", data, rows)):
@@ -246,7 +246,7 @@ def _file_flags(config: Config) -> list[str]:
 def _objects(
     model: Any, data: Any, values: dict[str, Any]
 ) -> tuple[Callable[[int], Model] | None, Any]:
-    """Return (seq_len -> model, data); None = described completely by settings, added to `values`.
+    """Return (seq_len -> model, data); None = not passed, or described by settings in `values`.
 
     The settings store the name of an importable function, so that the run can be opened and resumed
     without the program.

@@ -82,7 +82,7 @@ class GenerateConfig(CheckpointSettings, TextSettings):
         return self.chat and not self.prompt and not self.prompt_file
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield each prompt as {"prompt"}, or as {"messages"} of a chat."""
+        """Yield a record for each prompt, with "prompt", or with "messages" for a chat."""
         from jaxdist.data.chat import BadRecord, checked_messages
         from jaxdist.data.documents import read_pieces, read_records
         from jaxdist.data.files import kind_of

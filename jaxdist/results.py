@@ -91,7 +91,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """Return the settings stored with the checkpoint, or else in `config.toml`."""
+        """Return the settings of the newest intact checkpoint up to `step`, else `config.toml`."""
         return settings_of_run(self.path, self._step)
 
     @property
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def exit_reason(self) -> str:
-        """Return why the run ended last: "finished", "preempted", ...; "" before its first end."""
+        """Return `exit_reason` in summary.json: "finished", "preempted", ...; "" without one."""
         return str(self.summary.get("exit_reason", ""))
 
     @property
@@ -175,7 +175,7 @@ class Run:
                 `python -m jaxdist.generate --help`.
 
         Returns:
-            The generated text; a list for several prompts.
+            The generated text; for a list of prompts a list.
 
         Raises:
             ConfigError: a wrong option, a prompt that is empty or too long, or no model of text.
@@ -207,7 +207,7 @@ class Run:
 
         Args:
             sources: data to evaluate on; none = the evaluation data of the run.
-            max_batches: largest number of batches, spread over the data; 0 = every row once.
+            max_batches: most batches of each set, spread over it; 0 = every row once.
 
         Raises:
             ConfigError: the run has no evaluation data, or the data do not fit the model.

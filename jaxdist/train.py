@@ -157,7 +157,7 @@ def run(
 def start_devices(
     config: RunConfig, stop: runtime.Preemption, program: Program, times: runtime.StartTimes
 ) -> runtime.JoinedJob:
-    """Configure jax, join the job, start its devices and log; return the joined job."""
+    """Configure jax, join the job, start the devices and logging; return the joined job."""
     from jaxdist.run.run_directory import flatten
     from jaxdist.settings import to_table
 
@@ -178,7 +178,7 @@ def start_devices(
 
 
 def train(session: Session) -> int:
-    """Train to the last step, resuming after each `Rollback`; return the exit code."""
+    """Train until the run ends, resuming after each `Rollback`; return the exit code."""
     from jaxdist.run.resilience.anomalies import Rollback
 
     while True:
@@ -189,7 +189,7 @@ def train(session: Session) -> int:
 
 
 def train_from(session: Session) -> int:
-    """Train from `session.step` to the last step, and return the exit code.
+    """Train after `session.step` until the run ends, and return the exit code.
 
     Step n is dispatched before the host reads the metrics of step n−1. A guard raises `Rollback`,
     `Stopped` or `CorruptState`.

@@ -243,7 +243,7 @@ def test_two_jobs_on_one_port_do_not_mix():
     first_job.start(0)
     time.sleep(0.1)
     second_job.start(1)
-    assert missing(second_job.end()[1], "not process 0", "token") == []
+    assert missing(second_job.end()[1], "not answer as process 0", "token") == []
     assert missing(first_job.end()[0], "rejected", "127.0.0.1", "token") == []
 
 
@@ -263,7 +263,7 @@ def test_response_without_the_token_is_rejected():
 
         threading.Thread(target=answer, daemon=True).start()
         job.start(1)
-        assert missing(job.end()[1], "not process 0", "token") == []
+        assert missing(job.end()[1], "not answer as process 0", "token") == []
         stranger.shutdown(socket.SHUT_RDWR)
 
 

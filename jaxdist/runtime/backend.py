@@ -125,7 +125,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     if reason := _unsafe(folder):
         log.warning(
             "compile cache %s %s and is not used: programs are compiled again at each start. "
-            "Set JAXDIST_CACHE to another folder, or to off.",
+            "Use another folder (JAXDIST_CACHE or JAX_COMPILATION_CACHE_DIR), or off.",
             folder,
             reason,
         )
@@ -184,8 +184,9 @@ class _DamageWatch:
         if action == "writing":
             if is_first:
                 log.warning(
-                    "compile cache %s: the program %s cannot be stored: %s. Each start compiles it "
-                    "again. Free space there, or set JAXDIST_CACHE to another folder.",
+                    "compile cache %s: the program %s cannot be stored: %s. Until it can, each "
+                    "start compiles it. Free space there, or use another folder (JAXDIST_CACHE or "
+                    "JAX_COMPILATION_CACHE_DIR).",
                     self.folder,
                     name,
                     reason,
@@ -197,8 +198,8 @@ class _DamageWatch:
                 entry.unlink(missing_ok=True)
         if is_first:
             log.warning(
-                "compile cache %s: removed damaged entries, their programs are compiled again "
-                "(the first entry is %s: %s)",
+                "compile cache %s: deleting entries that cannot be read, their programs are "
+                "compiled again (the first entry is %s: %s)",
                 self.folder,
                 name,
                 reason.partition("\n")[0],

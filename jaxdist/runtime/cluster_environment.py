@@ -12,7 +12,7 @@ All functions are pure: they open no socket, read no file and do not import jax.
 | | `JAXDIST_NUM_PROCESSES` in the pod's environment |
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
 | MPICH, Intel MPI, MVAPICH, PALS, | the rank and size variables in `_MPI`; set |
-| `jsrun`, Flux, PMIx | `JAXDIST_COORDINATOR_ADDRESS` |
+| `jsrun`, Flux, PMIx | `JAXDIST_COORDINATOR_ADDRESS`, for PMIx also `JAXDIST_NUM_PROCESSES` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
 The first matching row wins. The launcher closest to the process comes first, because a process
@@ -42,13 +42,12 @@ class JoinPlan:
     """Settings with which one process joins its job.
 
     Attributes:
-        source: launcher, for a log line.
+        source: launcher, for messages.
         coordinator_address: host:port of process 0; empty if alone.
         num_hosts: hosts of the job; num_local_processes: processes on this host; 0 = unknown.
         local_device_ids: indices of this process's GPUs among the visible ones; None: all.
         attempt: number of restarts of the job.
-        token: `JAXDIST_JOB_TOKEN` (a secret per job and attempt), else the scheduler's job name,
-            if any.
+        token: `JAXDIST_JOB_TOKEN` (a secret), else the job's name in SLURM or Open MPI, if any.
     """
 
     source: str = "alone"
@@ -364,11 +363,11 @@ def _hosts_of_step(environ: Mapping[str, str]) -> list[str]:
 def _local_devices(
     environ: Mapping[str, str], plan: JoinPlan, num_gpus: int
 ) -> tuple[int, ...] | None:
-    """Return the indices of this process's GPUs among the visible ones; None = all.
+    """Return the indices of this process's GPUs among the visible ones; None = all, or no GPUs.
 
-    The only process of a host uses all GPUs. A process with bound GPUs (`--gpus-per-task`,
-    `--gpu-bind`) uses all it sees: fewer than the host has, or exactly its share per task. GPUs
-    visible to all processes of the host are divided equally, in order.
+    The only process of a host, or one of an unknown number, uses all GPUs. So does a process with
+    bound GPUs (`--gpus-per-task`, `--gpu-bind`): one, fewer than SLURM's on the host, or its share
+    per task. GPUs visible to all processes of the host are divided equally, in order.
     """
     if plan.num_local_processes <= 1:
         return None
@@ -412,7 +411,7 @@ def _check(plan: JoinPlan) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name is a loopback address."""
+    """Return whether a host is a loopback address or `localhost`; names are not resolved."""
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 

@@ -206,7 +206,7 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
 
 
 def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
-    """Make only this process's MIG slice visible, as CUDA uses only the first of several."""
+    """Make only a process's MIG slice, if any, visible: CUDA uses only the first of several."""
     visible = listed_gpus(os.environ)
     entries = gpus if visible is None else visible
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
@@ -320,10 +320,10 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
             versions = [version.rpartition(".")[0] for version in versions]
         common, odd = odd_ones(versions)
         if odd:
-            which = few([f"process {i} on {everyone[i]['host']}" for i in odd], 4)
+            which = few([f"{versions[i]} in process {i} on {everyone[i]['host']}" for i in odd], 4)
             problems.append(
-                f"{package} {common} in {len(everyone) - len(odd)} processes, but "
-                f"{versions[odd[0]]} in {which}. Use one environment on all hosts."
+                f"{package} {common} in {len(everyone) - len(odd)} processes, but {which}. "
+                "Use one environment on all hosts."
             )
     users: dict[str, list[int]] = {}
     for i, reply in enumerate(everyone):
@@ -347,7 +347,7 @@ def odd_ones(values: list[str]) -> tuple[str, list[int]]:
 
 
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
-    """Reject unequal platforms and counts, and a CPU process of several that should have GPUs."""
+    """Reject unequal platforms or counts, and in a job of several processes CPUs for given GPUs."""
     names = [f"process {i} on {reply['rows'][0]['host']}" for i, reply in enumerate(everyone)]
     problems = [
         f"{name} was given {len(reply['expected'])} GPU(s) but jax sees only the CPU. "
@@ -360,8 +360,8 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
     if odd:
         which = few([f"{names[i]} has {shapes[i]}" for i in odd], 4)
         problems.append(
-            f"processes must have equal devices: most have {common}, but {which}. Give every "
-            "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
+            f"processes must have equal devices: {len(everyone) - len(odd)} have {common}, but "
+            f"{which}. Give all as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
         )
     if problems:
         raise ConfigError(problems)

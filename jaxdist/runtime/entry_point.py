@@ -85,7 +85,7 @@ _ADVICE = (
     ),
     (
         _CONSEQUENCE,
-        "another process died or became unreachable first: its log has the cause",
+        "if another process died or became unreachable first, its log has the cause",
     ),
     (
         ("The last checkpoint with finite parameters",),
@@ -112,10 +112,10 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     """Run `main` and end the process with its exit code, without hanging at exit.
 
     `ConfigError` prints its problems to stderr without traceback (code 2). `OSError` of a URL or of
-    a full disk (code 1) and Ctrl-C (130) print one line. Others print advice and a traceback, or
-    only their message if they have `has_traceback = False` (their `exit_code`, or 1). `kill -QUIT`
-    prints the stacks of all threads. With `resumes`, the advice explains that the same command
-    continues from saved state, and the command does not fail if only its output is lost.
+    a full disk (code 1) and Ctrl-C (130) print one line, a closed stdout none (141). Others but
+    `SystemExit` print advice and a traceback, or with `has_traceback = False` their message (their
+    `exit_code`, or 1). `kill -QUIT` prints the stacks of all threads. With `resumes`, the default
+    advice is `RERUN`, and the command does not fail if only its output is lost.
     """
     # Tracing creates millions of long-lived objects; the default setting takes 1/5 of a start.
     gc.set_threshold(100_000, 50, 100)
@@ -254,12 +254,12 @@ def advice_for(message: str, otherwise: str = RERUN) -> str:
 
 
 def is_consequence(error: str) -> bool:
-    """Return whether an error text shows only that another process ended or is missing."""
+    """Return whether an error text looks as if another process ended first or is missing."""
     return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
 
 
 def shell_python() -> str:
-    """Return the word that starts this Python in the user's shell: `python` if it is on PATH."""
+    """Return a shell word for this Python: `python` if PATH finds that beside it, or a path."""
     on_path, own = shutil.which("python"), Path(sys.executable)
     if on_path and Path(on_path).parent == own.parent:
         return "python"
@@ -308,7 +308,7 @@ def _flush() -> None:
     with _show_waiting("uploading the last lines of this process"):
         if not flush_appended(ending=True):
             print(
-                "warning: the object store does not answer; the last log lines are lost",
+                "warning: the object store does not answer; the last lines may be lost",
                 file=sys.stderr,
                 flush=True,
             )

@@ -36,7 +36,7 @@ def tune_malloc() -> bool:
     On CPUs, memory is kept in one arena until `give_back_memory` detects that the process has
     doubled. On GPUs the limit is two arenas, because glibc's default of eight per core keeps tens
     of megabytes per hour (`scripts/bench/results/soak.md`). Call it before a device is started. It
-    does nothing if the environment sets variables of this allocator.
+    does nothing without glibc, or if the environment configures its allocator.
     """
     global _kept
     _kept = None

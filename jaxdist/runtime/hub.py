@@ -34,7 +34,7 @@ Kind = Literal["model", "dataset"]
 
 
 class Unreachable(ConfigError):
-    """Raised if the hub did not answer, or not completely; a later try may succeed."""
+    """Raised if a download failed, but a later try may succeed."""
 
 
 RETRY_S = (1, 2, 4, 8, 16, 32, 60, 60)
@@ -63,7 +63,7 @@ def is_offline() -> bool:
 
 
 def with_commit(name: str, kind: Kind = "model") -> str:
-    """Return ORG/NAME@COMMIT for a name's revision (default: main), the same for this process."""
+    """Return ORG/NAME@COMMIT for a name's revision (default: main), fixed in this process."""
     repo, _, revision = name.partition("@")
     if _COMMIT.fullmatch(revision):
         return name
@@ -122,7 +122,7 @@ def list_files(name: str) -> dict[str, tuple[int, str]]:
 
 @functools.cache
 def check_access(name: str, path: str) -> None:
-    """Raise `ConfigError` if the hub refuses a file of a data set that is not in the cache."""
+    """Raise `ConfigError` if the hub refuses a data set's file that is not in the cache."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     repo, _, commit = name.partition("@")
@@ -165,9 +165,9 @@ def in_cache(name: str, path: str) -> bool:
 def fetch_range(
     name: str, path: str, tag: str, start: int, length: int, file: BinaryIO, bar: type[Any]
 ) -> None:
-    """Download bytes of a file of a data set, ORG/NAME@COMMIT, to the position of `file`.
+    """Download `length` bytes from `start` of a data set's file to the position of `file`.
 
-    Raises `ConfigError` if the digest of the complete file is not `tag`, by its ETag.
+    `name` is ORG/NAME@COMMIT. Raises `ConfigError` if the ETag of the complete file is not `tag`.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -245,7 +245,7 @@ def _push_errors(name: str, fix: str) -> Iterator[None]:
         code = getattr(getattr(error, "response", None), "status_code", None)
         cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         if code in (401, 403):
-            cause = f"the token has no write access (HTTP {code}); use another in HF_TOKEN"
+            cause = f"the token is refused (HTTP {code}); set one with write access in HF_TOKEN"
         raise ConfigError(
             f"{name!r} cannot be written on the Hugging Face hub ({constants.ENDPOINT}): {cause}. "
             f"{fix}"

@@ -1,4 +1,4 @@
-"""Set up logging: console on process 0, one file per process; C output goes to the file only."""
+"""Set up logging: console on process 0, one file per process; C output of commands to it only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Console(logging.Formatter):
 
 
 class _Stream(logging.StreamHandler):
-    """Handler that prints one warning if it cannot write, instead of many tracebacks."""
+    """Handler that prints one warning for OSErrors of writing, instead of many tracebacks."""
 
     baseFilename = "standard output"
     _warned = False
@@ -85,7 +85,7 @@ def setup_logging(
     """Send the logger `jaxdist` to the console (process 0 only) and to this process's file.
 
     Without a file, the newest records are kept for the file of the next call. C output on stdout
-    (gloo, NCCL) also goes there, unless `owns_stdout` is false because a user's program called us.
+    (gloo, NCCL) goes only there, unless `owns_stdout` is false because a user's program called us.
     With `has_bar`, records with the attribute `in_bar` are not printed, and the others are printed
     above the bar.
     """
@@ -117,7 +117,7 @@ def setup_logging(
 
 
 def close_logs() -> logging.Logger:
-    """Undo `setup_logging`, except for the redirected stdout; return the logger."""
+    """Undo `setup_logging`, except for the level and the redirected stdout; return the logger."""
     logger = logging.getLogger("jaxdist")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -16,7 +16,7 @@ from pathlib import Path
 def new_output(path: Path) -> Iterator[Path]:
     """Yield a path next to `path` for a new file or folder; rename it to `path` on success.
 
-    Delete the new output after an error. Leftovers of killed processes of this host are deleted.
+    Delete the new output after an error, and earlier ones of killed processes of this host.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Wait until all processes of a job have started, before jax connects them; report missing ones.
 
 If a process is missing, jax's coordinator aborts all others in C++ without reporting which. So the
-port first serves a check-in over plain TCP. Each process sends one line: a proof of the job's
-token, its process id, the number of processes, its host. When all have checked in, or at its
-time-out, process 0 closes the port and answers with its own proof; jax then uses the port.
+port first serves a check-in over plain TCP. Each other process sends one line: a proof of the job's
+token, its process id, the number of processes, its host. When all have checked in, process 0 closes
+the port and answers with its own proof; jax then uses the port. Its time-out's answer is an error.
 
 A process that starts early, or reaches another job or attempt, retries until its time-out. The
 token separates jobs on one port. Nothing is encrypted and jax's service accepts any client, so only
@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
 from jaxdist.runtime.coordination.transfer import listen
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.host_memory import check_open_files
 from jaxdist.runtime.progress import waiting
 
@@ -37,14 +38,14 @@ _LINE_S = 5.0  # to receive one short line after connecting
 _SERVICE_S = 30.0  # minimum time for jax's service to start after the check-in
 _LINE_BYTES = 4096
 _QUIET_S = 10.0  # processes of one job usually start within this time
-_NAMED = 8  # missing processes listed in a message
+_NAMED = 8  # missing or joined processes listed in a message
 _SILENT = 64  # most unidentified connections; the oldest are closed
 _LINE = re.compile(rb"jaxdist ([0-9a-f]{64}) (\d{1,7}) (\d{1,7}) ([!-~]{1,255})\n")
 _ANSWER = re.compile(rb"jaxdist ([0-9a-f]{64}) ([^\n]*)\n")
 
 
 class RendezvousError(RuntimeError):
-    """Raised if not all processes of a job checked in; the next attempt may succeed."""
+    """Raised if processes did not connect or the port is taken; the next attempt may succeed."""
 
     has_traceback = False
     advice = (
@@ -88,8 +89,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise RendezvousError(
             f"coordinator port {port} on {socket.gethostname()} cannot be used: "
             f"{failure.strerror or failure}; another job may use it, or the previous attempt "
-            "is still exiting. If that persists, set another port in JAXDIST_COORDINATOR_ADDRESS "
-            "or runtime.coordinator_address."
+            "is still exiting. If that persists, choose another port for the coordinator."
         ) from None
 
 
@@ -147,8 +147,8 @@ class _CheckInServer:
         """Return a message with the missing, joined and rejected processes."""
         plan = self._plan
         missing = [i for i in range(1, plan.num_processes) if i not in self.joined]
-        names = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
-        there = ", ".join(f"{i} on {self._hosts[i]}" for i in [0, *sorted(self.joined)][:_NAMED])
+        names = few([str(i) for i in missing], _NAMED)
+        there = few([f"{i} on {self._hosts[i]}" for i in [0, *sorted(self.joined)]], _NAMED)
         others = "; ".join(f"{why} ({count} times)" for why, count in self._rejected.most_common(3))
         return (
             f"process {names} of {plan.num_processes} has not joined at {plan.coordinator_address} "
@@ -231,10 +231,10 @@ def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> st
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     log.warning(
         "jax's coordinator listens on all addresses of this host: the processes connected to %s, "
-        "but %s resolves to %s here",
+        "not all to one address of %s here (%s)",
         ", ".join(sorted(used)),
         host,
-        ", ".join(sorted(own)) or "nothing",
+        ", ".join(sorted(own)) or "none",
     )
     return f"[::]:{port}"
 
@@ -262,13 +262,13 @@ def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: flo
                     raise RendezvousError(answer[2].decode(errors="replace"))
                 _wait_for_service(host, port, plan, max(until, time.monotonic() + _SERVICE_S))
                 return
-            stranger = "the server there is not process 0 of this job (same token, same size)"
+            stranger = "the server there did not answer as process 0 of this job (same token, size)"
         time.sleep(_RETRY_S)
     _unreachable(plan, timeout_s, stranger or why)
 
 
 def _wait_for_service(host: str, port: int, plan: JoinPlan, until: float) -> None:
-    """Wait until jax's coordination service listens, else jax aborts without a Python error."""
+    """Wait until jax's coordination service listens: before, jax aborts without a Python error."""
     begin = time.monotonic()
     while True:
         try:
@@ -288,7 +288,7 @@ def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
-    """Return a line, at most `_LINE_BYTES`; what came at the time-out or if the peer closes."""
+    """Return a line of at most `_LINE_BYTES`, cut at the time-out or if the peer closes."""
     until = time.monotonic() + timeout_s
     data = b""
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Handle stop requests: SIGTERM, SIGUSR1 or Ctrl-C stops all processes after the same step.
 
 The loop calls `preempted()` once per step in every process. If it returns True, the loop saves and
-exits. A second Ctrl-C ends the process, or raises `KeyboardInterrupt` if a user's program called.
+exits. A second Ctrl-C ends the process, or raises `KeyboardInterrupt` in a user's program.
 """
 
 from __future__ import annotations

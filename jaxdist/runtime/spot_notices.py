@@ -31,7 +31,7 @@ _ADDRESSES = {
 
 @contextlib.contextmanager
 def watching(cloud: str, on_notice: Callable[[], None]) -> Iterator[None]:
-    """In this block, poll a cloud's metadata service ("" = none); call `on_notice` once."""
+    """In this block, poll a cloud's metadata service ("" = none); call `on_notice` at its first."""
     if not cloud:
         yield
         return

@@ -1,7 +1,7 @@
 """Save frequently to each host's own disk, with copies on other hosts.
 
-Each process writes the shards of its devices to `checkpoint.local_dir`, and `checkpoint.neighbours`
-other hosts keep a copy. A restart loads the newest save whose sets of shards are all available on
+Each host writes the shards of its devices to `checkpoint.local_dir`, and `checkpoint.neighbours`
+other hosts have a copy. A restart loads the newest save whose sets of shards are all available on
 some host. Saves to the run directory have their own interval.
 
     <local_dir>/<run>/<generation>/<shards>/<step>/    one set of shards of one save

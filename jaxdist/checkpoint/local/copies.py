@@ -1,7 +1,7 @@
 """Choose the host that keeps a copy of each shard, and compute which host losses are survivable.
 
-Hosts form a ring, ordered by rack. Each host's shards are copied to `neighbours` others at fixed
-distances along the ring, chosen to minimize the copies that stay in their own rack.
+Hosts form a ring, ordered by rack. A host's shards are copied to others at fixed distances along
+the ring, with the fewest copies in their own rack, until `neighbours` others have them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def writers(domains: Sequence[FailureDomain], shards: Sequence[str]) -> set[int]
 def receivers(
     domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
 ) -> dict[int, list[int]]:
-    """Return process -> the processes, on `neighbours` other hosts, that copy its shards.
+    """Return process -> the processes, on up to `neighbours` other hosts, that copy its shards.
 
     Equal `shards` are equal data: only the first process with them is a key, and the hosts of
     other processes with them count as copies. A process that needs no copies is no key.

@@ -16,7 +16,7 @@ from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 KEPT = 2
-"""Saves to keep: a complete one, and the one that is being written and copied."""
+"""Number of newest saves that `LocalStore.retain` keeps."""
 
 DOCUMENT = "document.json"
 

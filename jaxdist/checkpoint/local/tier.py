@@ -2,9 +2,9 @@
 
 A save, after the device-to-host copy for which training waits:
 
-    1. each process writes its shards to its host's disk; one of several with equal shards does
+    1. each process writes its shards to its host's disk; one of several there with equal ones does
     2. after a barrier, each receiver fetches the shards whose backup it keeps
-    3. after a barrier, the save is valid and older saves are deleted; a failed save is deleted
+    3. after a barrier, the save is valid and all but `KEPT` are deleted; a failed save is deleted
 
 A restore:
 
@@ -151,7 +151,7 @@ class LocalTier:
         if self._group.decide_from(is_busy, any):
             self._events.event("local_save_skipped", step=step)
             self._events.log(
-                f"local save of step {step} skipped: the previous one is still being written"
+                f"local save of step {step} skipped: an earlier save or copy is still running"
             )
             return
         self.wait()
@@ -172,7 +172,7 @@ class LocalTier:
         self._start(self._finish, outcome, begin, part, pieces, document)
 
     def wait(self) -> None:
-        """Wait for the current save, if any."""
+        """Wait for the current save or copy, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -263,7 +263,7 @@ class LocalTier:
         return self._part
 
     def _parts(self) -> list[tuple[bool, list[tuple[str, Peer]]]]:
-        """Return per process if it writes its shards, and (shards, peer) of those it copies."""
+        """Return whether each process writes its shards, and (shards, peer) of those it copies."""
         writers = copies.writers(self._domains, self._shards)
         parts: list[tuple[bool, list[Any]]] = [(p in writers, []) for p in range(len(self._peers))]
         takers = copies.receivers(self._domains, self._shards, self._config.neighbours)
@@ -298,7 +298,7 @@ class LocalTier:
             generation, step, reason, peer, is_first = self._group.scatter(choose)
             if peer is None:
                 if reason:
-                    self._events.log(f"resuming from the run directory, not local disks: {reason}")
+                    self._events.log(f"no local save is restored: {reason}")
                 return None
             save, source = Save(generation, step, needs), Peer(*peer)
             # If several processes share a disk and need the same shards, only one fetches.
@@ -315,7 +315,7 @@ class LocalTier:
                     broken.add(Save(generation, step, of))
                 self._events.event("local_save_damaged", step=step, process=process, reason=problem)
                 where = f"process {process} on {host}"
-                self._events.log(f"local save {step}: shards of {where} are damaged: {problem}")
+                self._events.log(f"local save {step}: shards of {where} are unusable: {problem}")
             if not failed:
                 self._chosen = save
                 return int(step)

@@ -133,7 +133,7 @@ def _follow(failure: dict[str, Any], process_id: int) -> None:
 
 
 def _silent_processes() -> str:
-    """Answer for this process; return a line with those that do not answer, "" if all do."""
+    """Answer for this process; return a line with the silent ones, "" if none or if launched."""
     if "JAXDIST_LOG_DIR" in os.environ:  # the launcher reports how each process ended
         return ""
     service.publish(_ANSWERS, socket.gethostname())

@@ -79,7 +79,7 @@ class Group:
         """Run `decision` on process 0 with all processes' JSON values, by id; return its result.
 
         Also a barrier. Process 0 reads from all processes, the others only the result, which should
-        be small. Raises `LateProcess` everywhere after `timeout_s`.
+        be small. After `timeout_s`, raises `LateProcess`, or `TimeoutError` if process 0 is late.
         """
         if self.num_processes == 1:
             return decision([value])

@@ -75,7 +75,7 @@ class FileClient(contextlib.AbstractContextManager["FileClient"]):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on a loopback address only, or for any other `host` on all addresses."""
+    """Return a socket that listens on `host` if it is loopback, else on all addresses."""
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

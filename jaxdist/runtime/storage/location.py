@@ -153,7 +153,7 @@ class Location(os.PathLike[str]):
         return json.loads(self.read())
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the file in blocks of `BLOCK_BYTES`."""
+        """Yield the file in blocks of at most `BLOCK_BYTES`."""
         with open_regular(self.path) as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
@@ -165,7 +165,7 @@ class Location(os.PathLike[str]):
             yield self.part(start, end - start)
 
     def part(self, start: int, length: int) -> bytes:
-        """Return `length` bytes of the file from `start` on."""
+        """Return `length` bytes of the file from `start` on, fewer at its end."""
         with open_regular(self.path) as file:
             file.seek(start)
             return file.read(length)
@@ -257,7 +257,7 @@ class Appender:
         self._drain()
 
     def cut_torn_tail(self) -> int:
-        """Remove an incomplete last line, left by a crash; return the bytes removed."""
+        """Remove an incomplete last line, left by a crash; return its size."""
         size = os.fstat(self._descriptor).st_size
         end, block = size, 1 << 16
         while end > 0:

@@ -126,8 +126,8 @@ def _translate_errors(url: str) -> Iterator[None]:
     import obstore
 
     problem = (
-        f"{url!r} cannot be used: a value in the environment is malformed ({{}}). Correct the "
-        f"endpoint (AWS_ENDPOINT_URL), the region or {_CREDENTIALS[url.partition(':')[0]]}."
+        f"{url!r} cannot be used: a value in the environment is malformed ({{}}). Correct the S3 "
+        f"endpoint (AWS_ENDPOINT_URL), region or {_CREDENTIALS[url.partition(':')[0]]}."
     )
     try:
         with panics_as(problem):
@@ -215,7 +215,7 @@ class ObjectLocation(Location):
         return sizes
 
     def tags(self) -> dict[str, tuple[int, str]]:
-        """Return relative path -> (bytes, ETag, "" if appended) below; "" -> this object's own."""
+        """Return path -> (bytes, ETag, "" if appended) of files below, or "" -> that of itself."""
         tags: dict[str, tuple[int, str]] = {}
         for meta in self._below():
             name, is_part = part_of(meta["path"].removeprefix(self._key).lstrip("/"))
@@ -272,7 +272,7 @@ class ObjectLocation(Location):
             return b"".join(self._get(meta["path"])[0] for meta in self._parts())
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the file in blocks of at most `BLOCK_BYTES`, one request each."""
+        """Yield the file in blocks, or in its parts if it was appended, one request each."""
         try:
             size = self._head()["size"]
         except FileNotFoundError:

@@ -120,7 +120,7 @@ class PartAppender(_Uploaded, Appender):
 
     @property
     def pending(self) -> bytes:  # type: ignore[override]
-        """Data whose upload failed; b"" if none did."""
+        """Data not uploaded yet if the last upload failed, else b""."""
         with self._memory:
             return bytes(self._part[max(self._written, 0) :]) if self._failure else b""
 
