@@ -112,7 +112,7 @@ RULES = {
         ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Reduce"),
     "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 1024"),
     "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
-    "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),
+    "remat name": (["--train.remat=names:qkv,mlp"], "select mlp", "Use names from"),
     "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "The default is"),
     "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "The default is"),
     "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "1 or more"),

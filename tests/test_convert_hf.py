@@ -301,7 +301,7 @@ def test_ignored_dropout_is_reported(tmp_path, capsys):
     change(tmp_path / "in", resid_pdrop=0.1)
     assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
-    assert missing(text, "resid_pdrop=0.1", "dropout is 0") == []
+    assert missing(text, "resid_pdrop=0.1", "ignored", "model.dropout") == []
     # A table of 33 tokens is filled up to 64.
     assert f"19,200 parameters, {in_bytes(4 * (19_200 + 31 * 32))}:" in text
 
