@@ -89,7 +89,7 @@ CASES = [
         pytest.param(*case, marks=pytest.mark.product)
         for case in [
             ("pp=2,ep=2,cp=2", "dpo", 2, {}),
-            ("dp=2,ep=2,cp=2", "kto", 0, {"balance_scope": "batch"}),
+            ("pp=2,ep=2,cp=2", "kto", 2, {"balance_scope": "batch"}),
             ("pp=2,tp=2", "simpo", 4, {"z_loss": 0.01, "rank": 0}),
             ("fsdp=4,ep=2", "ipo", 0, {"balance_scope": "batch"}),
             ("fsdp=2,ep=2", "distill", 2, {"balance_scope": "batch"}),

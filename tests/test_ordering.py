@@ -195,6 +195,25 @@ def test_ordering_keeps_values(mesh):
     assert unordered(compiled(ordered, *arguments)) == []
 
 
+def gathers_of_an_unrolled_loop(x, weights):
+    """Gather what a loop scans over; XLA unrolls the loop, as that of a stage with one layer."""
+    each = lambda c, y: (c + collectives.all_reduce(y * c, "fsdp"), None)
+    layer = lambda c, w: (c * collectives.all_gather(w, "fsdp").sum(), None)
+    return lax.scan(each, x[0], x)[0], lax.scan(layer, x[1], weights)[0]
+
+
+def test_a_loop_that_xla_unrolls_stays_in_order(mesh):
+    manual = jax.shard_map(
+        in_order(gathers_of_an_unrolled_loop),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    text = compiled(jax.jit(manual), jnp.ones((9, 4)), jnp.ones((1, 4)))
+    assert unordered(text) == []
+
+
 def test_collectives_of_generation_are_ordered(monkeypatch):
     case, hidden_flags = Case("rotary", "fsdp=2,tp=2"), []
 

@@ -102,8 +102,13 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
     return ordered
 
 
-def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> core.Jaxpr:
-    """Return the program with loops, branches and collectives in order, and after `first`."""
+def _ordered(
+    program: core.Jaxpr, hidden: bool, first: Sequence[Any] = (), last: Sequence[int] = ()
+) -> core.Jaxpr:
+    """Return the program with loops, branches and collectives in order, and after `first`.
+
+    The outputs with the indices `last` are computed after all of them.
+    """
     equations: list[core.JaxprEqn] = []
     block: Any = None  # marks the end of the last loop or branch
     flat: list[Any] = []  # results of collectives since the last loop or branch
@@ -112,8 +117,8 @@ def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> co
         equations.append(_equation(_made, [*first], block))
     for equation in program.eqns:
         if _holds_collectives(equation, hidden):
-            equation = _with_parts(equation, lambda part: _ordered(part, hidden))
-            equations += _tie(equation, _gate(equation), [*flat, *([block] if block else [])])
+            waits_for = [*flat, *([block] if block else [])]
+            equations += _tie(_with_ordered_parts(equation, hidden), _gate(equation), waits_for)
             if made := _usable(equation.outvars):
                 flat, block = [], core.Var(_MARK)
                 equations.append(_equation(_made, made, block))
@@ -122,19 +127,37 @@ def _ordered(program: core.Jaxpr, hidden: bool, first: Sequence[Any] = ()) -> co
             flat += _usable(equation.outvars)[:1]
         else:
             equations.append(equation)
-    return program.replace(eqns=equations)
+    outputs = list(program.outvars)
+    if waits_for := [*flat, *([block] if block else [])]:
+        for index in last:
+            outputs[index] = core.Var(outputs[index].aval)
+            equations.append(_equation(AFTER, [program.outvars[index], *waits_for], outputs[index]))
+    return program.replace(eqns=equations, outvars=outputs)
 
 
-def _with_parts(
-    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
-) -> core.JaxprEqn:
-    def one(part: Any) -> Any:
+def _with_ordered_parts(equation: core.JaxprEqn, hidden: bool) -> core.JaxprEqn:
+    """Return the equation with collectives in order in its parts.
+
+    Each iteration of a loop reads carries before its collectives, and writes them after. Otherwise
+    collectives that need only scanned inputs would be free if XLA unrolls the loop.
+    """
+    carries = _carries(equation)
+    tied = [index - carries.start for index in _cheap(equation, carries)]
+
+    def one(part: Any, name: str) -> Any:
         if isinstance(part, core.ClosedJaxpr):
-            return core.ClosedJaxpr(change(part.jaxpr), part.consts)
-        return change(part) if isinstance(part, core.Jaxpr) else part
+            return core.ClosedJaxpr(one(part.jaxpr, name), part.consts)
+        if not isinstance(part, core.Jaxpr):
+            return part
+        if not tied or name == "cond_jaxpr":
+            return _ordered(part, hidden)
+        start = carries.start - equation.params.get("cond_nconsts", 0)
+        return _ordered(part, hidden, [part.invars[start + index] for index in tied], tied)
 
     params = {
-        name: type(value)(map(one, value)) if type(value) in (tuple, list) else one(value)
+        name: type(value)(one(part, name) for part in value)
+        if type(value) in (tuple, list)
+        else one(value, name)
         for name, value in equation.params.items()
     }
     return equation.replace(params=params)
@@ -152,29 +175,33 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
     """Return the indices of operands that delay all of a loop or branch if they wait."""
-    name, number = equation.primitive.name, len(equation.invars)
-    if name == "cond":
+    if equation.primitive.name == "cond":
         return range(1)  # the index of the branch
+    carries = _carries(equation)
+    return _cheap(equation, carries) if carries else range(len(equation.invars))
+
+
+def _carries(equation: core.JaxprEqn) -> range:
+    """Return the indices of a loop's carries among its operands; none for anything else."""
+    name, number = equation.primitive.name, len(equation.invars)
     if name == "while":
-        start = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
-        return _cheap(equation, range(start, number))
+        return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
     if name == "scan":
         (body,) = core.jaxprs_in_params(equation.params)
         ndim = lambda variables: np.array([len(v.aval.shape) for v in variables])
         # Outside a scan, scanned inputs and stacked outputs have one more dim than inside.
         num_xs = int((ndim(equation.invars) != ndim(body.invars)).sum())
         num_carry = int((ndim(equation.outvars) == ndim(body.outvars)).sum())
-        if num_carry:
-            return _cheap(equation, range(number - num_xs - num_carry, number - num_xs))
-    return range(number)
+        return range(number - num_xs - num_carry, number - num_xs)
+    return range(0)
 
 
 def _cheap(equation: core.JaxprEqn, carries: Iterable[int]) -> list[int]:
-    """Return which of these carries a loop waits for: the smallest one, and all small ones."""
+    """Return which of these carries a loop waits for: all small ones, and the smallest other."""
     operands: list[Any] = equation.invars
     size = lambda index: operands[index].aval.size
     ordered = sorted((i for i in carries if _is_usable(operands[i])), key=size)
-    return [i for i in ordered if size(i) <= max(size(ordered[0]), _SMALL_CARRY)]
+    return ordered[: 1 + sum(size(i) <= _SMALL_CARRY for i in ordered)]
 
 
 def _tie(
@@ -206,7 +233,7 @@ def _is_usable(variable: Any) -> bool:
 
 
 _SMALL_CARRY = 2**16
-"""Elements. More than one carry waits, because XLA may remove a carry that nothing reads."""
+"""Elements. More than one carry waits: XLA may remove one that nothing reads, or is constant."""
 
 _MARK = jax.core.ShapedArray((), np.dtype(bool))
 _made = primitive("made", lambda *made: _MARK, lambda *made: ready_token(made))
