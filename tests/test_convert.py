@@ -108,7 +108,7 @@ def test_verify_checks_all_and_fails_if_one_is_corrupt(run, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "checkpoint 1: valid" in text and "checkpoint 2: CORRUPT: " in text
     assert main(["verify", str(copy / "checkpoints" / "1")]) == 0
-    with refused("checkpoint 2", "corrupt", "--step", num_problems=2):
+    with refused("checkpoint 2", "corrupt", "another step", num_problems=2):
         main(["inspect", str(copy), "--step=2"])
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
