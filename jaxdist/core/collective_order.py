@@ -138,29 +138,31 @@ def _ordered(
 def _with_ordered_parts(equation: core.JaxprEqn, hidden: bool) -> core.JaxprEqn:
     """Return the equation with collectives in order in its parts.
 
-    Each iteration of a loop reads carries before its collectives, and writes them after. Otherwise
-    collectives that need only scanned inputs would be free if XLA unrolls the loop.
+    If XLA unrolls a loop, collectives that need only scanned inputs would be free. So its body
+    reads carries before its collectives, and writes them after.
     """
-    carries = _carries(equation)
-    tied = [index - carries.start for index in _cheap(equation, carries)]
+    tied: list[int] = []
+    if equation.primitive.name == "scan" and _is_unrolled(**equation.params):
+        carries = _carries(equation)
+        tied = [index - carries.start for index in _cheap(equation, carries)]
 
-    def one(part: Any, name: str) -> Any:
+    def one(part: Any) -> Any:
         if isinstance(part, core.ClosedJaxpr):
-            return core.ClosedJaxpr(one(part.jaxpr, name), part.consts)
+            return core.ClosedJaxpr(one(part.jaxpr), part.consts)
         if not isinstance(part, core.Jaxpr):
             return part
-        if not tied or name == "cond_jaxpr":
-            return _ordered(part, hidden)
-        start = carries.start - equation.params.get("cond_nconsts", 0)
-        return _ordered(part, hidden, [part.invars[start + index] for index in tied], tied)
+        first = [part.invars[carries.start + index] for index in tied]
+        return _ordered(part, hidden, first, tied)
 
     params = {
-        name: type(value)(one(part, name) for part in value)
-        if type(value) in (tuple, list)
-        else one(value, name)
+        name: type(value)(map(one, value)) if type(value) in (tuple, list) else one(value)
         for name, value in equation.params.items()
     }
     return equation.replace(params=params)
+
+
+def _is_unrolled(*, length: int, unroll: int, **_: Any) -> bool:
+    return length // unroll <= 1
 
 
 def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
