@@ -85,6 +85,33 @@ def test_a_resume_by_path_uses_the_settings_of_the_checkpoint(original, tmp_path
     assert settings_of_run(run).model.d_model == 32
 
 
+def test_a_moved_base_model_is_read_from_the_path_in_config_toml(original, tmp_path):
+    """The settings of the checkpoint have the old path."""
+    old, new, run = (tmp_path / name for name in ("old", "new", "run"))
+    assert run_here("tools.convert.__main__", "to-hf", original, old) == 0
+    job = [flag for flag in tiny("--train.steps=6") if not flag.startswith("--model")]
+    assert run_here("train", *job, "--init-from", old, "--lora.rank=2", "--run-dir", run) == 0
+    commands = {
+        "evaluate": ("evaluate", run, "--max-batches=1"),
+        "generate": ("generate", run, "--prompt=def", "--max-new-tokens=2"),
+        "merge": ("tools.convert.__main__", "merge", run, tmp_path / "merged"),
+    }
+    expected = json.loads(output_of(*commands["evaluate"], "--json"))["loss"]
+    old.rename(new)
+    for command in commands.values():
+        with refused(str(old), "config.toml"):
+            run_here(*command)
+    replace(run, "init_from", json.dumps(str(new)))
+    replace(run, "tokenizer", json.dumps(str(new / "tokenizer.json")))
+    for command in commands.values():
+        assert run_here(*command) == 0
+    assert json.loads(output_of(*commands["evaluate"], "--json"))["loss"] == expected
+    assert run_here("verify.__main__", run, "--export", tmp_path / "merged") == 0
+    assert run_here("train", f"--resume={run}", "--train.steps=7") == 0
+    shutil.copytree(new, old)  # another model at the old path is not the base
+    assert settings_of_run(run).init_from == str(new)
+
+
 def test_a_step_selects_the_settings_stored_with_it(original, tmp_path):
     run = shutil.copytree(original, tmp_path / "run")
     flags = ("--train.steps=4", "--train.global_batch_size=16", f"--run-dir={run}")

@@ -309,16 +309,34 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def settings_of_run(path: str | os.PathLike[str], step: int | None = None) -> RunConfig:
-    """Return a run's settings: of its newest intact checkpoint up to `step`, else `config.toml`."""
+    """Return a run's settings: of its newest intact checkpoint up to `step`, else `config.toml`.
+
+    Paths of `init_from` and the tokenizer that no longer exist are those of `config.toml`.
+    """
     run = locate(path)
     if text := manifest.stored_config(run / "checkpoints", step):
-        return parse_run(text, str(run))
+        return _with_moved_files(parse_run(text, str(run)), run / "config.toml")
     if not (run / "config.toml").exists():
         raise ConfigError(
             f"{run} has no config.toml, and no usable checkpoint stores settings. Name a complete "
             "run directory."
         )
     return stored_run(run / "config.toml")
+
+
+def _with_moved_files(run: RunConfig, file: os.PathLike[str]) -> RunConfig:
+    start, tokenizer = run.init_from, run.data.tokenizer
+    is_missing = lambda path: os.path.isabs(path) and not os.path.exists(path)
+    if not (is_missing(start) or is_missing(tokenizer)):
+        return run
+    try:
+        newest = stored_run(file)
+    except (OSError, ValueError, ConfigError):  # absent or damaged
+        return run
+    start = newest.init_from if is_missing(start) else start
+    tokenizer = newest.data.tokenizer if is_missing(tokenizer) else tokenizer
+    data = dataclasses.replace(run.data, tokenizer=tokenizer)
+    return dataclasses.replace(run, init_from=start, data=data)
 
 
 def settings_before(path: str | os.PathLike[str], step: int) -> RunConfig:

@@ -242,8 +242,9 @@ class DataConfig:
             return []
         return [
             f'data.tokenizer={self.tokenizer!r} is not a file: it is "auto", "code", "bytes", the '
-            "path or URL of a tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, "
-            "or train one with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+            "path or URL of a tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path "
+            "(of a run in its config.toml), or train one with `python -m jaxdist.data SRC --out "
+            "DIR --train-bpe 8192`."
         ]
 
     def _record_problems(self) -> list[str]:

@@ -108,7 +108,8 @@ class FileTokenizer:
             content = path.read()
         except OSError as error:
             raise ConfigError(
-                f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
+                f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path "
+                "(of a run in its config.toml)."
             ) from None
         problem = (
             f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library ({{}}). "

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ from jaxdist.plan.estimate.memory_check import Budget, allocator_limit
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.start_checks import check_finite
 from jaxdist.runtime import coordination
+from jaxdist.runtime.storage import is_url
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -438,6 +440,11 @@ class Parts:
         if is_model(path):
             folder = folder_of(path, weights=True)
             params = load_params(folder, dense, reinit=in_params(reinit), store=quantize)
+        elif not (is_url(path) or os.path.exists(path)):
+            raise ConfigError(
+                f"init_from={path!r} does not exist. If it has moved, change its path in the "
+                "run's config.toml."
+            )
         else:
             directory, step = named_step(path)
             stored = manifest.stored_config(directory, step)
