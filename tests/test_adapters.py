@@ -294,6 +294,13 @@ def test_peft_settings_that_are_not_supported_are_reported(base_of):
     ):  # fmt: skip
         with refused(key if key != "target_modules" else "lm_head"):
             peft_format.read_config({**good, key: value}, config.model, "dir")
+    for key, value in (
+        ("r", "x"), ("lora_alpha", [3]), ("rank_pattern", ["q_proj"]), ("target_modules", [3]),
+        ("target_modules", "("), ("target_parameters", 5), ("modules_to_save", True),
+        ("trainable_token_indices", 5), ("trainable_token_indices", ["x"]),
+    ):  # fmt: skip
+        with refused(f"{key}={value!r}"):
+            peft_format.read_config({**good, key: value}, config.model, "dir")
     with refused("use_dora", "use_rslora"):
         both = {**good, "use_dora": True, "use_rslora": True}
         peft_format.read_config(both, config.model, "dir")

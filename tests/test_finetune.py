@@ -398,6 +398,9 @@ def test_trained_rows_reach_peft_and_merged_weights(extended, tmp_path):
 
 def test_errors_name_the_fix(extended, tmp_path):
     base, out = extended(rows=290)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with refused("adapter_config.json", "list"):
+        convert(["from-peft", str(tmp_path), str(tmp_path / "x")])
     with refused("all of <|tool|>", "already"):
         convert(["add-tokens", str(out), str(tmp_path / "x"), "--tokens", "<|tool|>"])
     with refused("--tokens is empty"):

@@ -49,6 +49,17 @@ _HARMLESS: dict[str, Any] = {
 }
 """Key -> the only supported value besides null, [] and {}."""
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "lora_alpha": (int, float),
+    "modules_to_save": (list,),
+    "r": (int,),
+    "rank_pattern": (dict,),
+    "target_modules": (list, str),
+    "target_parameters": (list,),
+    "trainable_token_indices": (dict, list),
+}
+"""Key -> the types of its value. Elements of lists are strings, and integers in the last one."""
+
 _IGNORED = ("megatron_core", "peft_version", "qalora_group_size", "revision")
 
 
@@ -229,10 +240,13 @@ def rename_problems(model: DecoderConfig, lora: LoraConfig) -> list[str]:
     ]
 
 
-def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
+def read_config(peft: Mapping[str, Any], model: DecoderConfig, source: str) -> LoraConfig:
     """Return our settings of an `adapter_config.json`, dropout 0; `ConfigError` if unsupported."""
-    if not isinstance(peft, Mapping):
-        raise ConfigError(f"{source}: {CONFIG} is not an object but {type(peft).__name__}.")
+    if malformed := [key for key in _TYPES if key in peft and not _is_valid(key, peft[key])]:
+        expected = lambda key: " or ".join(kind.__name__ for kind in _TYPES[key])
+        raise ConfigError(
+            [f"{source}: {key}={peft[key]!r}: {expected(key)} is needed." for key in malformed]
+        )
     problems = [
         f"{key}={value!r} is not supported. Only {_HARMLESS[key]!r} is."
         for key, value in peft.items()
@@ -301,6 +315,17 @@ def read_config(peft: Any, model: DecoderConfig, source: str) -> LoraConfig:
     return lora
 
 
+def _is_valid(key: str, value: Any) -> bool:
+    """Return whether a value and its elements have types of `_TYPES`; numbers cannot be null."""
+    if isinstance(value, list):
+        element = int if key == "trainable_token_indices" else str
+        if not all(isinstance(item, element) for item in value):
+            return False
+    if value is None:
+        return key not in ("r", "lora_alpha")
+    return isinstance(value, _TYPES[key]) and not isinstance(value, bool)
+
+
 def _token_indices(model: DecoderConfig, token_ids: list[int]) -> dict[str, list[int]] | None:
     tables = token_tables(model, LoraConfig(rank=1, token_ids=token_ids))
     return {name.rpartition(".")[2]: token_ids for name in tables.values()} or None
@@ -312,7 +337,12 @@ def _targets(peft: Any, model: DecoderConfig, source: str) -> list[str]:
     if peft == "all-linear":
         return list(every.values())
     if isinstance(peft, str):
-        return [name for module, name in every.items() if re.fullmatch(peft, module)]
+        try:
+            return [name for module, name in every.items() if re.fullmatch(peft, module)]
+        except re.error as error:
+            raise ConfigError(
+                f"{source}: target_modules={peft!r} is no pattern: {error}."
+            ) from error
     matched = lambda target: [
         n for m, n in every.items() if m == target or m.endswith("." + target)
     ]

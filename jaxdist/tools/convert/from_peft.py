@@ -43,6 +43,10 @@ def run(config: Config) -> int:
         settings = (source / peft.CONFIG).json()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source / peft.CONFIG} cannot be read: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"{source / peft.CONFIG} is not an object but a {type(settings).__name__}."
+        )
     base = config.base or str(settings.get("base_model_name_or_path", ""))
     if not is_model(base):
         raise ConfigError(
