@@ -230,8 +230,10 @@ def _usable(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_usable(variable: Any) -> bool:
-    """Return True if a computation can read an element; keys and empty arrays have none."""
-    return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
+    """Return True if the device can read an element: no keys, empty arrays, or host memory."""
+    kind = variable.aval
+    on_host = getattr(kind, "memory_space", None) == jax.memory.Space.Host
+    return kind.size > 0 and isinstance(kind.dtype, np.dtype) and not on_host
 
 
 _SMALL_CARRY = 2**16
