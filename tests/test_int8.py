@@ -35,7 +35,9 @@ def fused(a, b, c):
     return (a.astype(np.float64) * b.astype(np.float64) + c).astype(np.float32)
 
 
-def test_codes_equal_those_of_bitsandbytes():
+@pytest.mark.parametrize("search", ["cpu", "default"])
+def test_codes_equal_those_of_bitsandbytes(search, monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda x, **ways: ways[search](x))
     moments = [(jnp.zeros(4608, jnp.uint8), jnp.zeros(18)) for _ in range(2)]
     p = RECORDED["p0"].copy()
     f = np.float32

@@ -111,15 +111,15 @@ def quantize(
     largest = jnp.max(jnp.abs(blocks), -1, keepdims=True)
     # A block of zeros has scale 0, so its codes do not matter.
     shares = blocks * jnp.where(largest > 0, 1 / largest, 0)
-    # XLA:GPU stores each step of a binary search, and fuses the sum of all comparisons.
-    search = lambda method: functools.partial(
-        jnp.searchsorted, _thresholds(is_signed), side="right", method=method
-    )
-    codes = jax.lax.platform_dependent(
-        shares, cpu=search("scan_unrolled"), default=search("compare_all")
-    )
+    thresholds = _thresholds(is_signed)
+    bisected = lambda x: jnp.searchsorted(
+        thresholds, x, side="right", method="scan_unrolled"
+    ).astype(jnp.uint8)
+    # XLA:GPU stores each step of a bisection, and the keys that `searchsorted` compares.
+    counted = lambda x: jnp.sum(x[..., None] >= thresholds, -1, dtype=jnp.uint8)
+    codes = jax.lax.platform_dependent(shares, cpu=bisected, default=counted)
     scales = largest.reshape(_no_scales(x, is_stacked).shape)
-    return _from_blocks(codes.astype(jnp.uint8), x.shape, is_stacked), scales
+    return _from_blocks(codes, x.shape, is_stacked), scales
 
 
 def dequantize(
@@ -133,7 +133,8 @@ def dequantize(
     if not is_eligible(codes.shape, is_stacked):
         return codes.astype(jnp.float32)
     blocks = _in_blocks(codes, is_stacked)
-    values = jnp.asarray(dynamic_map(is_signed))[blocks]
+    table = jnp.asarray(dynamic_map(is_signed))
+    values = table.at[blocks].get(mode="promise_in_bounds", wrap_negative_indices=False)
     scaled = values * scales.reshape(*blocks.shape[:-1], 1)
     return _from_blocks(scaled, codes.shape, is_stacked)
 
@@ -147,7 +148,7 @@ def _dtype(shape: tuple[int, ...], is_stacked: bool) -> Any:
     return jnp.uint8 if is_eligible(shape, is_stacked) else jnp.float32
 
 
-def _outer_dims(shape: tuple[int, ...], is_stacked: bool) -> int:
+def outer_dims(shape: tuple[int, ...], is_stacked: bool) -> int:
     """Return the number of leading dims that are not part of a block.
 
     The fewest trailing dims are merged, because dims outside of blocks can be sharded freely.
@@ -161,7 +162,7 @@ def _outer_dims(shape: tuple[int, ...], is_stacked: bool) -> int:
 def _no_scales(param: Any, is_stacked: bool) -> Float32[Array, "*other"]:
     if not is_eligible(param.shape, is_stacked):
         return absent()
-    outer = _outer_dims(param.shape, is_stacked)
+    outer = outer_dims(param.shape, is_stacked)
     blocks = -(-math.prod(param.shape[outer:]) // BLOCK)
     shape = (*param.shape[:outer], blocks, *[1] * (len(param.shape) - outer - 1))
     return jnp.zeros(shape, jnp.float32)
@@ -169,7 +170,7 @@ def _no_scales(param: Any, is_stacked: bool) -> Float32[Array, "*other"]:
 
 def _in_blocks(x: Shaped[Array, "*leaf"], is_stacked: bool) -> Shaped[Array, "*outer blocks 256"]:
     """Divide the values into blocks; zeros complete the last one."""
-    outer = x.shape[: _outer_dims(x.shape, is_stacked)]
+    outer = x.shape[: outer_dims(x.shape, is_stacked)]
     flat = x.reshape(*outer, -1)
     missing = -flat.shape[-1] % BLOCK
     if missing:
@@ -180,7 +181,7 @@ def _in_blocks(x: Shaped[Array, "*leaf"], is_stacked: bool) -> Shaped[Array, "*o
 def _from_blocks(
     blocks: Shaped[Array, "*outer blocks 256"], shape: tuple[int, ...], is_stacked: bool
 ) -> Shaped[Array, "*other"]:
-    outer = _outer_dims(shape, is_stacked)
+    outer = outer_dims(shape, is_stacked)
     flat = blocks.reshape(*shape[:outer], -1)
     return flat[..., : math.prod(shape[outer:])].reshape(shape)
 

@@ -407,6 +407,11 @@ class Job:
         """Return the mesh axes that split an array with a weight's shape, in mesh order."""
         return self._placed[0](weight.dims, role)[0]
 
+    def num_shards(self, weight: Weight, role: Role, first: int) -> int:
+        """Return the number of shards along the dims from index `first` on."""
+        dims = weight.dims.renamed([*[None] * first, *weight.dims[first:]])
+        return self._placed[0](dims, role)[1]
+
     @functools.cached_property
     def _placed(self) -> tuple[Callable[[Dims, Role], tuple[tuple[str, ...], int]], dict[Any, int]]:
         rules = tuple(sorted(self.layout.rules.items()))

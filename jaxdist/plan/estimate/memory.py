@@ -17,7 +17,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step.grouped_update import GROUP_BYTES, IN_FLIGHT
 from jaxdist.models.weights import Weight
-from jaxdist.optim.int8 import is_eligible
+from jaxdist.optim.int8 import BLOCK, is_eligible, outer_dims
 from jaxdist.plan.estimate import attention, teacher
 from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
@@ -290,10 +290,16 @@ def _layer(job: Job) -> Parts:
     gathered = [w for w in job.only_trained(job.layers) if job.is_gathered(w)]
     one_layer = job.gathered_bytes(job.layers) / depth
     dense = [w.dims.num_weights * job.size(w, "gathered") for w in job.layers if w.is_quantized]
+
+    def gradient(weight: Weight) -> int:  # kernels of experts write it as it is reduced
+        is_narrow = "experts" in weight.dims and job.plan.grouped == "mosaic"
+        itemsize = job.plan.reduce_dtype.itemsize if is_narrow else WIDE
+        return itemsize * job.size(weight, "gathered")
+
     return {
         "gathered weights": one_layer + _transposed_table(job),
         "dequantized weights": job.compute_bytes * max(dense, default=0) / depth,
-        "unreduced gradients": WIDE * job.total(gathered, "gathered") / depth,
+        "unreduced gradients": sum(map(gradient, gathered)) / depth,
         "activations": costs_of(job).working(),
         "fetched activations": 2 * costs_of(job).offloaded_per_layer(),  # on their way, and used
     }
@@ -311,10 +317,29 @@ def _updates(job: Job) -> dict[str, Parts]:
     sharded_finer = [w for w in job.trained if job.size(w, "moment") < job.size(w, "param")]
     reduced = {"reduced gradients": WIDE * job.total(job.trained, "moment")}
     new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
-    phases: dict[str, Parts] = {"update": {**reduced, **new}}
+    wide = {"moments in float32": max(map(functools.partial(_wide, job), job.trained), default=0)}
+    phases: dict[str, Parts] = {"update": {**reduced, **new, **wide}}
     if size := matrix_bytes(job):
         phases["orthogonalization"] = {**reduced, "complete matrices": size}
     return phases
+
+
+def _wide(job: Job, weight: Weight) -> int:
+    """Return the bytes in float32 while a weight's moments in 8 bits are updated.
+
+    The new moment and the update. Three more arrays, gathered along the dims of a block, if devices
+    hold parts of blocks.
+    """
+    config = job.config
+    is_int8 = config.optim.moment_dtype == "int8" and config.train.offload == "none"
+    if not is_int8 or job.own_moment_bytes is not None:
+        return 0
+    if not is_eligible(weight.shape, weight.is_stacked):
+        return 0
+    outer = outer_dims(weight.shape, weight.is_stacked)
+    shards = job.num_shards(weight, "moment", outer)
+    is_cut = math.prod(weight.shape[outer:]) // shards % BLOCK > 0
+    return WIDE * job.size(weight, "moment") * (2 + 3 * shards * is_cut)
 
 
 def _pipeline_phases(job: Job) -> dict[str, Parts]:
