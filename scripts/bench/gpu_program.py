@@ -60,7 +60,7 @@ gpt2_124m       h100:8   gpt2_124m --train.remat none
 70b_fsdp128     h100:128 llama3_70b
 70b_fsdp16tp8   h100:128 llama3_70b --mesh fsdp=16,tp=8
 13b_pipeline    h100:64  pipeline_64gpu
-30b_a3b_ep8     h100:8   qwen3_30b_a3b
+30b_a3b         h100:8   qwen3_30b_a3b
 mixtral         h100:32  mixtral_8x7b
 235b_a22b       h100:256 qwen3_235b_a22b
 """
