@@ -85,7 +85,7 @@ class ObjectWriter:
             self._uploads = []
 
     def give_up(self) -> None:
-        """Do nothing: no other process waits for this one."""
+        """Do nothing: no barrier makes others wait."""
 
     def close(self) -> None:
         """Stop the background threads."""

@@ -89,10 +89,10 @@ class RunConfig:
     )
     override: list[Literal["memory", "audit", "data", "operations"]] = setting(
         [],
-        "checks whose failure does not stop the start. memory = the estimate of GPU memory; audit "
-        "= the mesh audit, without which wrong sums over devices go undetected; data = that "
-        "a resumed run's data are its checkpoint's (other data then start at their first sample); "
-        "operations = the comparison of a GPU's basic operations with numpy",
+        "checks to leave out. memory = that the step fits in GPU memory; audit = the mesh audit, "
+        "which detects wrong sums over devices; data = that a resumed run's data are "
+        "its checkpoint's (other data start at their first sample); operations = that a GPU's "
+        "basic operations agree with numpy",
     )
     debug: bool = setting(
         False,

@@ -388,7 +388,7 @@ class _ShardWriter:
         self._file: BinaryIO | None = None
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens or weights, unsigned [n]."""
+        """Append tokens or weights, unsigned [n], to one or more files."""
         while len(tokens):
             if self._file is None:
                 name = f"{self._stem}-{len(self.about):05d}.bin"

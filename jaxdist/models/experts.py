@@ -216,7 +216,7 @@ class Experts(nnx.Module):
         return self._metrics({"further_rounds": value}, context)
 
     def _metrics(self, values: Sums, context: Context) -> Sums:
-        """Return scalar sums as terms of the mean over layers; in training also by layer."""
+        """Return a layer's scalar sums, divided to add up to means; in training also [layers]."""
         values = lax.stop_gradient(values)
         # The largest load of a layer follows from its counts.
         own = {f"{LAYER_SUM}{name}": x for name, x in values.items() if name != "largest_load"}

@@ -101,7 +101,7 @@ class OptimConfig:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes of moments per parameter: of Muon for hidden matrices, of Adafactor 0."""
+        """Bytes of moments per parameter; with Muon of hidden matrices, with Adafactor about 0."""
         momentum = {"float32": 4.0, "bfloat16": 2.0, "int8": _INT8_BYTES}[self.moment_dtype]
         both = momentum + self.second_moment_bytes
         return {"adamw": both, "adafactor": 0.0}.get(self.optimizer, momentum)

@@ -29,7 +29,7 @@ def open_run_data(config: RunConfig, rows: Any = None) -> tuple[TrainData, Datas
 
 
 def in_examples(parts: Parts, dataset: TrainData) -> Any:
-    """Return the dataset with the rows of each example together; a user's stream is unchanged."""
+    """Return the dataset with orders that keep an example's rows together; a stream as it is."""
     size = rows_per_example(parts.model.objective)
     return dataset.in_examples(size) if size > 1 and isinstance(dataset, Dataset) else dataset
 

@@ -61,9 +61,9 @@ def part_names(parameter: str, flags: np.ndarray, tokens: Sequence[int] = ()) ->
 
 
 def unused_inputs(flags: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which input rows are flagged although the head's rows are not, bool [tokens] or [].
+    """Return which input rows are flagged, unlike the token's head row, bool [tokens] or [].
 
-    `flags` maps names of parameters to bool arrays [...].
+    `flags` maps names of parameters to bool [...].
     """
     no = np.zeros((), bool)
     return flags.get(INPUT_ROWS, no) & ~flags.get(HEAD_ROWS, ~no)

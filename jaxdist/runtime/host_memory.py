@@ -31,10 +31,10 @@ _SLACK_BYTES = 256 << 20
 
 
 def tune_malloc() -> bool:
-    """Configure glibc's handling of freed memory; return whether the process keeps this memory.
+    """Configure what glibc does with freed memory; return True if it stays in the process.
 
-    On CPUs, memory is kept in one arena until `give_back_memory` detects that the process has
-    doubled. On GPUs the limit is two arenas, because glibc's default of eight per core keeps tens
+    On CPUs it stays, in one arena, until `give_back_memory` detects that the process has doubled.
+    On GPUs (False) the limit is two arenas: with glibc's eight per core the process grows by tens
     of megabytes per hour (`scripts/bench/results/soak.md`). Call it before a device is started. It
     does nothing without glibc, or if the environment configures its allocator.
     """

@@ -58,9 +58,9 @@ class RendezvousError(RuntimeError):
 def wait_for_all(plan: JoinPlan, timeout_s: float) -> str:
     """Wait until all processes have checked in; return host:port for jax's coordination service.
 
-    The port is then free in process 0; in the others the service listens. Raises `RendezvousError`
-    if the port is taken or processes are missing, and `ConfigError` if process 0's limit of open
-    files is too low for their connections.
+    Process 0 can then start it at the freed port; the others return once it listens.
+    Raises `RendezvousError` if the port is taken or processes are missing, and `ConfigError` if
+    process 0's limit of open files is too low for their connections.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
@@ -230,8 +230,8 @@ def _service_address(plan: JoinPlan, connections: Iterable[socket.socket]) -> st
         address = used.pop()
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     log.warning(
-        "jax's coordinator listens on all addresses of this host: the processes connected to %s, "
-        "not all to one address of %s here (%s)",
+        "jax's coordinator listens on all addresses of this host: the others reached it at %s, "
+        "not all at one that %s has here (%s)",
         ", ".join(sorted(used)),
         host,
         ", ".join(sorted(own)) or "none",

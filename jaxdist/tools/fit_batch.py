@@ -158,7 +158,7 @@ def _with_rows(config: FitConfig, parts: Parts) -> Parts:
 
 
 def _run(parts: Parts, budget: Budget | None, limit: float) -> dict[str, Any]:
-    """Compile, run two steps; return memory in bytes and remat policy; raises if it is too much."""
+    """Compile, run two steps; return compiled and peak bytes, and remat; raise if too many."""
     fields = parts.fields
     parts = with_teacher(parts, fields)
     parts, budget = decide_step(parts, fields, budget)

@@ -212,7 +212,7 @@ def _lay_out(x: Array, names: list[str], groups: Sequence[list[str]]) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(product: _Scaled, x: Array, w: Array, wide: Bool[Array, ""] | None) -> Array:
-    """Return the product [*dims named after the arrow], without rounding if `wide` is True."""
+    """Return the product [*dims after `->`] of rounded x and w, or of x and w if `wide` is True."""
     return _dot_forward(product, x, w, wide)[0]
 
 

@@ -57,10 +57,10 @@ def make_grouped_dot(platform: str, kernel: Kernel = "blocks") -> Callable[..., 
 
 
 def block_rows(rows: int, groups: int, platform: str) -> int:
-    """Return the number of rows in a block: 8, or a higher power of two up to a mean group's.
+    """Return the number of rows in a block: a power of two, 8 to `_CPU_BLOCK` or `_GPU_BLOCK`.
 
-    On GPUs larger blocks copy fewer matrices, and smaller ones have fewer unused rows. With n rows
-    of a mean group, both cost the same at √(n · `_ROWS_OF_A_COPY`) rows.
+    Above 8 it is at most the n rows of a mean group, and on GPUs √(n · `_ROWS_OF_A_COPY`), at
+    which copying matrices (less with large blocks) costs as much as unused rows.
     """
     mean, limit = rows // groups, _CPU_BLOCK
     if platform != "cpu":

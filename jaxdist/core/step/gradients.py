@@ -297,5 +297,5 @@ def _manual(
 
 
 def divisor(weight: Array) -> Array:
-    """Return the global weight, float32 []; if it is 0, return 1 so that the gradient is 0."""
+    """Return the global weight, float32 [], to divide by; 1 for 0, against NaN gradients."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))

@@ -165,7 +165,7 @@ def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
 
 
 def stack(equation: Any, states: Sequence[int]) -> int:
-    """Return the state of arrays stacked along a new dim."""
+    """Return the state (`audit.states`) of stacked arrays."""
     axis, ndim = equation.params.get("axis", 0), len(equation.outvars[0].aval.shape)
     kept = [dim for dim in range(ndim) if dim != axis % ndim]
     return join_all(moved(state, kept) for state in states)

@@ -268,7 +268,7 @@ def _accumulated(job: Job) -> Parts:
 
 
 def _transposed_weights(job: Job) -> Parts:
-    """Return name -> bytes of copies of layer shards whose gathered dim is not a layer's first."""
+    """Return name -> bytes of copies of layers' matrices that are not gathered along their rows."""
     matrices = [w for w in job.layers if job.is_gathered(w) and w.is_matrix]
     turned = [w for w in matrices if job.gathered_dim(w) > 1]
     return {"transposed weights": sum(w.num_bytes * job.size(w, "param") for w in turned)}

@@ -160,8 +160,8 @@ class Budget:
                 budget = dataclasses.replace(budget, limit_bytes=limit)
                 budget._refuse("the compiled step takes", needed, target)
             log.warning(
-                "memory: the compiled step with remat %s takes %s of each GPU, but %s may be used. "
-                "Using remat %s instead",
+                "memory: the compiled step with remat %s (auto) takes %s of each GPU, but %s may "
+                "be used. Using remat %s instead",
                 *(budget.job.remat, in_bytes(needed), in_bytes(limit), remat.job.remat),
             )
             memory = estimate_memory(remat.job)

@@ -42,8 +42,8 @@ class AuditConfig(RunConfig):
 
     deep: bool = setting(
         False,
-        "also run one step on simulated devices, and compare its loss and every gradient with one "
-        "device's; slow for large models",
+        "also run one step on simulated devices (few rows, decoders made small), and compare its "
+        "loss and every gradient with one device's",
     )
     json: bool = setting(False, "print one JSON object instead of text")
 

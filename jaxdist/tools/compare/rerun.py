@@ -250,7 +250,7 @@ def _with_probe(model: Model) -> Model:
     block: Any = model.block
 
     def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
-        """Return the block's results for x [batch, seq_shard, d_model]; digests go to `lanes`."""
+        """Return results for x [batch, seq_shard, d_model]; `lanes` gets digests as gradient."""
         weights = dict(weights)
         lanes = weights.pop(_PROBE)
         before = x
