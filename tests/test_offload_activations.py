@@ -1,5 +1,6 @@
 """Activations in host memory: the same bits as in device memory, and the order of reads."""
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from commands import ROOT
 from refusals import refused
 from test_estimate import job
 from test_trials import GPU, cache  # noqa: F401  (a fixture)
-from tiny import Case, batch_of, place_batch, step_of
+from tiny import CONFIGS, Case, batch_of, place_batch, step_of
 from tiny import run as run_case
 
 from jaxdist.config import read_run, stored_run
@@ -50,6 +51,15 @@ def test_the_traced_step_moves_each_named_value_to_the_host_and_back(names, move
     batch = place_batch(batch_of("rotary"), step.batch_sharding)
     text = str(jax.make_jaxpr(step.train)(state, batch, np.inf))
     assert [text.count(f"MemorySpace.{space}") for space in ("Host", "Device")] == [moves, moves]
+
+
+def test_one_layer_offloads_its_activations_on_a_mesh(monkeypatch):
+    """The loop of one layer is ordered by its carries, one of which lies in host memory."""
+    monkeypatch.setitem(CONFIGS, "one_layer", dataclasses.replace(CONFIGS["rotary"], num_layers=1))
+    offloaded, expected = (
+        run_case(Case("one_layer", "fsdp=2", remat=remat)) for remat in (SAME["full"], "full")
+    )
+    assert offloaded.losses == expected.losses
 
 
 PROGRAM = """HloModule step
