@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 67_500,
-    "package code lines": 48_330,
-    "test lines": 50_000,
+    "package lines": 67_520,
+    "package code lines": 48_373,
+    "test lines": 50_002,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }
