@@ -179,6 +179,15 @@ def start(server, word: str):
     return process, os.fdopen(readable)
 
 
+def test_a_reused_process_id_has_no_code_until_its_process_ends(server):
+    server._codes.update(dict.fromkeys(range(2**22), 7))  # every process id ended with 7
+    running, output = start(server, "wait")
+    with output:
+        assert running.poll() is None
+        os.kill(running.pid, signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+
+
 def test_fork_is_an_independent_process(server):
     running, output = start(server, "wait")
     assert json.loads(output.readline()) == {

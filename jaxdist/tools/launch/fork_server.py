@@ -154,7 +154,9 @@ class ForkServer:
             record = json.loads(message or '{"gone": true}')
             self._ready = self._ready or "ready" in record
             self._gone = "gone" in record
-            self._started = record.get("started", self._started)
+            if "started" in record:
+                self._started = record["started"]
+                self._codes.pop(self._started, None)  # of an earlier fork with this process id
             if "ended" in record:
                 self._codes[record["ended"]] = record["code"]
             wait_s = 0.0
