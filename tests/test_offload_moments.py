@@ -377,6 +377,7 @@ def test_two_processes_keep_their_own_shards(tmp_path, monkeypatch):
         forks = [Fork("jaxdist.train", *job, f"--runtime.process_id={i}", **alive) for i in (0, 1)]
         errors = [fork.communicate(timeout=300)[1][-3000:] for fork in forks]
         assert [fork.returncode for fork in forks] == [0, 0], errors
-    one = ["train", *flags, f"--run-dir={tmp_path / 'one'}", "--steps=4", "--mesh=dp=4"]
-    assert run_here(*one, "--simulate=4") == 0
+    one = [*flags, f"--run-dir={tmp_path / 'one'}", "--steps=4", "--mesh=dp=4", "--simulate=4"]
+    errors = (fork := Fork("jaxdist.train", *one)).communicate()[1]
+    assert fork.returncode == 0, errors
     check_arrays(tmp_path / "run", tmp_path / "one", 4)
