@@ -146,13 +146,14 @@ def _with_ordered_parts(equation: core.JaxprEqn, hidden: bool) -> core.JaxprEqn:
         carries = _carries(equation)
         tied = [index - carries.start for index in _cheap(equation, carries)]
 
-    def one(part: Any) -> Any:
-        if isinstance(part, core.ClosedJaxpr):
-            return core.ClosedJaxpr(one(part.jaxpr), part.consts)
-        if not isinstance(part, core.Jaxpr):
-            return part
+    def ordered(part: core.Jaxpr) -> core.Jaxpr:
         first = [part.invars[carries.start + index] for index in tied]
         return _ordered(part, hidden, first, tied)
+
+    def one(part: Any) -> Any:
+        if isinstance(part, core.ClosedJaxpr):
+            return core.ClosedJaxpr(ordered(part.jaxpr), part.consts)
+        return ordered(part) if isinstance(part, core.Jaxpr) else part
 
     params = {
         name: type(value)(map(one, value)) if type(value) in (tuple, list) else one(value)
