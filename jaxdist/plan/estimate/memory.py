@@ -332,9 +332,8 @@ def _wide(job: Job, weight: Weight) -> int:
     """
     config = job.config
     is_int8 = config.optim.moment_dtype == "int8" and config.train.offload == "none"
-    if not is_int8 or job.own_moment_bytes is not None:
-        return 0
-    if not is_eligible(weight.shape, weight.is_stacked):
+    is_wide = is_int8 and job.own_moment_bytes is None
+    if not (is_wide and is_eligible(weight.shape, weight.is_stacked)):
         return 0
     outer = outer_dims(weight.shape, weight.is_stacked)
     shards = job.num_shards(weight, "moment", outer)
