@@ -122,9 +122,6 @@ class Session:
                 self._compile_to_fit(budget)
             self.state, self.step, self.loader = self._restore()
             self._times.mark("restore")
-            saved = parts.without_base(self.state)
-            if local := self.checkpointer.survivable(saved):
-                log.info("%s", local)
             stack.callback(lambda: self.loader.close())  # a rollback replaces the loader
             self.monitor = stack.enter_context(
                 Monitor(
