@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from refusals import missing
 
 from jaxdist.config.monitoring import MonitoringConfig
-from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import peak_flops
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import alerts
@@ -203,37 +200,8 @@ def test_the_first_compilation_is_counted_and_timed():
     watch, reports = watched(step)
     for _ in range(3):
         watch(jnp.ones(4))
-    assert [(r.function, r.count, r.changes) for r in reports] == [("step", 1, ())]
+    assert [(r.function, r.count) for r in reports] == [("step", 1)]
     assert reports[0].seconds == watch.seconds > 0
-
-
-def test_second_compilation_reports_the_changed_argument():
-    def step(state, batch):
-        return {"w": state["w"] + batch.sum()}
-
-    watch, reports = watched(step, donate_argnums=0)
-    state = {"w": jnp.zeros(3)}
-    state = watch(state, jnp.ones((4, 8)))
-    state = watch(state, jnp.ones((4, 8)))
-    assert len(reports) == 1
-    state = watch(state, jnp.ones((4, 9)))
-    assert reports[1].changes == ("arg[1]: float32[4,8] on cpu:0 -> float32[4,9] on cpu:0",)
-    watch({"w": jnp.zeros(3, jnp.float16)}, jnp.ones((4, 9)))
-    assert reports[2].changes == ("arg[0]['w']: float32[3] on cpu:0 -> float16[3] on cpu:0",)
-
-
-def test_changed_sharding_is_reported():
-    mesh = MeshSpec.parse("dp=4,tp=2").build()
-
-    def put(*spec):
-        return jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(*spec)))
-
-    watch, reports = watched(lambda x: x + 1)
-    watch(put("data"))
-    watch(put("data", "tensor"))
-    (change,) = reports[1].changes
-    assert "P('data',) over 8 devices -> " in change
-    assert change.endswith("P('data', 'tensor') over 8 devices")
 
 
 def test_host_array_instead_of_a_device_array_is_no_compilation():
@@ -272,13 +240,6 @@ def test_other_programs_compiled_meanwhile_do_not_count(in_thread):
     assert len(reports) == 1
 
 
-def test_changed_static_argument_is_reported():
-    watch, reports = watched(lambda x, n: x * n, static_argnums=1)
-    watch(jnp.ones(4), 2)
-    watch(jnp.ones(4), 3)
-    assert reports[1].changes == ("arg[1]: int 2 -> int 3",)
-
-
 def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     monitor = make_monitor(tmp_path)
     step = monitor.track_compiles(CompileTracker(jax.jit(lambda x: x + 1), "train_step"))
@@ -288,8 +249,8 @@ def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     (first,) = events(monitor, "compile")
     assert first["function"] == "train_step" and first["seconds"] > 0
     (second,) = events(monitor, "recompile")
-    assert second["level"] == "warning" and "float32[4] on cpu:0" in second["changes"][0]
-    assert missing(caplog.text, "train_step", "compilation 2", "arg[0]: float32[4]") == []
+    assert second["level"] == "warning"
+    assert missing(caplog.text, "train_step", "compilation 2") == []
     summary = monitor.summary("finished")
     assert summary["recompilations"] == 1 and summary["warnings"] == 1
     assert summary["compile_s"] == step.seconds

@@ -10,7 +10,6 @@ from jaxdist import train
 from jaxdist.checkpoint import CheckpointConfig, CheckpointError
 from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
-from jaxdist.run import session as session_module
 from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
@@ -195,8 +194,6 @@ def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
         calls.append("compile")
         return types.SimpleNamespace(memory_analysis=lambda: None)
 
-    times = types.SimpleNamespace(last=lambda: 0.0, store=lambda seconds: None)
-    monkeypatch.setattr(session_module, "CompileTimes", lambda parts: times)
     step = types.SimpleNamespace(compile=compile_step, seconds=1.0)
     parts = types.SimpleNamespace(plan=types.SimpleNamespace(remat="none", platform="cpu"))
     parts.in_stage = lambda step: parts

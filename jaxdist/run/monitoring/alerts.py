@@ -131,17 +131,15 @@ class Alerts:
         source = " from the compile cache" if done.from_cache else ""
         took = f"{done.function} compiled{source} in {duration(done.seconds)}"
         fields: dict[str, Any] = dataclasses.asdict(done)
-        changes = fields.pop("changes")
         if done.count == 1:
             self._event("compile", message=took, **fields)
             return
-        changed = "; ".join(changes) or "no visible argument"
         self._event(
             "recompile",
             **fields,
-            changes=list(changes),
             level=logging.WARNING,
-            message=f"{took}: compilation {done.count}, a run needs one. Changed: {changed}",
+            message=f"{took}: compilation {done.count}, a run needs one. "
+            "JAX_EXPLAIN_CACHE_MISSES=1 logs the arguments that changed.",
         )
 
 

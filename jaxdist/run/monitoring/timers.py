@@ -24,14 +24,13 @@ class Compilation:
     """One compilation of a tracked function, its `count`-th; a healthy run has one.
 
     `seconds` covers tracing, lowering and compiling. `from_cache`: the executable came from the
-    persistent compilation cache. `changes` lists the arguments that changed since the last one.
+    persistent compilation cache.
     """
 
     function: str
     count: int
     seconds: float
     from_cache: bool
-    changes: tuple[str, ...]
 
 
 class CompileTracker:
@@ -49,12 +48,11 @@ class CompileTracker:
         self._function: Any = function
         self._unreported: list[Compilation] = []
         self._report: Callable[[Compilation], None] = self._unreported.append
-        self._signature: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function and return its result."""
         before = self._function._cache_size()
-        with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
+        with self._reported(lambda: self._function._cache_size() > before):
             return self._function(*args, **kwargs)
 
     def report_to(self, report: Callable[[Compilation], None]) -> None:
@@ -65,26 +63,20 @@ class CompileTracker:
 
     def compile(self, *args: Any) -> Any:
         """Return the executable for these arguments, compiled but not run; later calls reuse it."""
-        with self._reported((args, {}), lambda: True):
+        with self._reported(lambda: True):
             return self._function.lower(*args).compile()
 
     @contextlib.contextmanager
-    def _reported(self, arguments: Any, is_new: Callable[[], bool]) -> Iterator[None]:
+    def _reported(self, is_new: Callable[[], bool]) -> Iterator[None]:
         begin = time.perf_counter()
         with _compile_events() as events:
             yield
         if any(_IS_COMPILE in event for event in events) and is_new():
-            self._compiled(time.perf_counter() - begin, events, arguments)
-
-    def _compiled(self, seconds: float, events: list[str], arguments: Any) -> None:
-        self.count += 1
-        self.seconds += seconds
-        # The call donated some arrays, but shape, dtype and sharding are still available.
-        signature = _signature_of(arguments)
-        changes = _changes(self._signature, signature) if self.count > 1 else ()
-        self._signature = signature
-        cached = any(_IS_CACHE_HIT in event for event in events)
-        self._report(Compilation(self.name, self.count, seconds, cached, changes))
+            seconds = time.perf_counter() - begin
+            self.count += 1
+            self.seconds += seconds
+            cached = any(_IS_CACHE_HIT in event for event in events)
+            self._report(Compilation(self.name, self.count, seconds, cached))
 
 
 _IS_COMPILE = "backend_compile_duration"
@@ -110,50 +102,6 @@ def _compile_events() -> Iterator[list[str]]:
     finally:
         monitoring.unregister_event_listener(listen)
         monitoring.unregister_event_duration_listener(listen)
-
-
-def _signature_of(arguments: Any) -> dict[str, str]:
-    """Return argument name -> the properties that a compilation depends on, as text."""
-    import jax
-    import numpy as np
-
-    signature = {"arguments": str(jax.tree.structure(arguments))}
-    args, kwargs = arguments
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(enumerate(args)) | kwargs):
-        name = "arg" + jax.tree_util.keystr(path)
-        if isinstance(leaf, jax.Array):
-            weak = " weak" if getattr(leaf, "weak_type", False) else ""
-            signature[name] = f"{_shape(leaf)}{weak} {_describe_sharding(leaf.sharding)}"
-        elif isinstance(leaf, np.ndarray | np.generic):
-            signature[name] = f"{_shape(leaf)} on the host"
-        else:
-            signature[name] = f"{type(leaf).__name__} {leaf!r}"[:80]
-    return signature
-
-
-def _shape(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _describe_sharding(sharding: Any) -> str:
-    """Return `P("data",) over 8 devices` or `on cpu:0`."""
-    spec = getattr(sharding, "spec", None)
-    devices = sorted(map(str, sharding.device_set))
-    if spec is not None:
-        return f"{spec} over {len(devices)} devices"
-    return "on " + (devices[0] if len(devices) == 1 else f"{len(devices)} devices")
-
-
-def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
-    lines = [
-        f"{name}: {old[name]} -> {value}" if name in old else f"{name}: new, {value}"
-        for name, value in new.items()
-        if name != "arguments" and old.get(name) != value
-    ]
-    lines += [f"{name}: removed, was {old[name]}" for name in old if name not in new]
-    if not lines and old.get("arguments") != new.get("arguments"):
-        lines.append("the tree structure of the arguments")
-    return tuple(lines)
 
 
 WINDOW_STEPS = 20
