@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 67_522,
-    "package code lines": 48_374,
-    "test lines": 50_027,
+    "package lines": 66_874,
+    "package code lines": 47_887,
+    "test lines": 49_726,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }
