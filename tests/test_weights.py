@@ -1,8 +1,8 @@
-"""Parameters with metadata (frozen copies, adapters, int8) on meshes against one device.
+"""Parameters with metadata (frozen copies, adapters) on meshes against one device.
 
-Nothing here modifies the package. The reference multiplies plain float32 matrices: an int8 weight
-is converted to float first, the product of an adapter is added to its base, a reference model runs
-separately. No mesh, no scan, no chunks, no custom gradient.
+Nothing here modifies the package. The reference multiplies plain float32 matrices: the product of
+an adapter is added to its base, a reference model runs separately. No mesh, no scan, no chunks, no
+custom gradient.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ from jaxdist.core.weights import (
     freeze,
     frozen,
     merged,
-    store_int8,
     trained,
 )
 from jaxdist.hardware import GPUS, Cluster
@@ -120,7 +119,6 @@ class LowRank(CompositeWeight):
 
 def adapt(model, inputs):
     """Return a model in which only adapters train; `inputs`: how many dims a product sums."""
-    dense = lambda w: getattr(w, "values", w)  # of a base in int8
 
     def edit(tree, make):
         layers = {part: dict(leaves) for part, leaves in tree["layers"].items()}
@@ -129,13 +127,13 @@ def adapt(model, inputs):
         return {**tree, "layers": layers}
 
     def matrices(w, count):
-        layers, *shape = dense(w).shape
+        layers, *shape = w.shape
         shapes = (layers, *shape[:count], RANK), (layers, RANK, *shape[count:])
         filled = lambda s: jnp.sin(jnp.arange(np.prod(s), dtype=jnp.float32)).reshape(s) / 8
         return LowRank(w, *map(filled, shapes))
 
     def records(dims, count):
-        layers, *names = dense(dims)
+        layers, *names = dims
         a, b = Dims((layers, *names[:count], None)), Dims((layers, None, *names[count:]))
         return LowRank(dims, a, b)
 
@@ -146,21 +144,7 @@ def adapt(model, inputs):
 
 
 ADAPTED = {("attention", "qkv"): 1, ("attention", "out"): 2, ("mlp", "up"): 1, ("mlp", "down"): 1}
-SUMMED = {
-    "layers/attention/qkv": ["d_model"],
-    "layers/attention/out": ["heads", "head_dim"],
-    "layers/mlp/down": ["mlp"],
-    "head/kernel": ["d_model"],
-}
-QUANTIZED = store_int8(BASE, SUMMED)
-MODELS = {
-    "reference": both(BASE, stay_close),
-    "adapter": adapt(BASE, ADAPTED),
-    "int8": QUANTIZED,
-    "adapter_on_int8": adapt(
-        store_int8(BASE, {k: v for k, v in SUMMED.items() if "mlp" in k}), ADAPTED
-    ),
-}
+MODELS = {"reference": both(BASE, stay_close), "adapter": adapt(BASE, ADAPTED)}
 
 
 def plain(params):
@@ -171,8 +155,6 @@ def plain(params):
             base = leaf(w.base)
             added = w.a.reshape(len(base), -1, RANK) @ w.b.reshape(len(base), RANK, -1)
             return base + added.reshape(base.shape)
-        if isinstance(w, CompositeWeight):
-            return w.values.astype(jnp.float32) * w.scale
         return w.astype(jnp.float32)
 
     return jax.tree.map(leaf, params, is_leaf=lambda node: isinstance(node, CompositeWeight))
@@ -232,11 +214,7 @@ def on_mesh(name, case, precision="float32", matmul="auto"):
     return step, state
 
 
-SAMPLE = {
-    ("reference", "cp2"),
-    ("int8", "pp2"),
-    ("adapter_on_int8", "fsdp2_tp2"),
-}
+SAMPLE = {("reference", "cp2"), ("adapter", "fsdp2_tp2")}
 PAIRS = itertools.product(MODELS, MESHES)
 
 
@@ -270,7 +248,7 @@ LOSSES, GRADIENTS, PARAMS = 5e-6, 5e-6, 1e-4
 
 def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_path):
     """Saved on fsdp=2,tp=2 and restored on one device; an average lacks frozen leaves."""
-    name = "adapter_on_int8"
+    name = "adapter"
     model, rule = MODELS[name], tiny.optimizer()
     layouts = [tiny.layout_of(MESHES[mesh]) for mesh in ("fsdp2_tp2", "one")]
     settings = {"loss_scale": {}, "copies": ["ema"]}
@@ -286,7 +264,6 @@ def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_pa
             np.testing.assert_array_equal,
             *(jax.device_get(getattr(s, part)) for s in (restored, state)),
         )
-    assert restored.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
     assert len(jax.tree.leaves(restored.copies["ema"])) == 2 * len(ADAPTED)
     evaluated = checkpoints.restore_params(target.params, 1, weights="ema")
     expected = merged(state.copies["ema"], state.params)

@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.types import Array, Dims, Model, Params, Storage, Update
+from jaxdist.core.types import Array, Dims, Params, Storage, Update
 
 
 class ParameterGroup(NamedTuple):
@@ -205,54 +204,3 @@ def _barrier_backward(_: None, cotangent: Any) -> tuple[Any]:
 
 
 gradient_barrier.defvjp(lambda tree: (tree, None), _barrier_backward)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Int8Weight(CompositeWeight):
-    """A frozen weight in int8 [*dims], with a float32 scale, of size 1 in the contracted dims."""
-
-    values: Any
-    scale: Any
-
-    def astype(self, dtype: Any) -> Array:
-        """Return the weight [*dims] in a floating-point dtype."""
-        return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
-
-    def multiply(
-        self, dot: Callable[..., Array], dims: str, x: Array, *, out_dtype: Any, sum_over: SumOver
-    ) -> Array:
-        """Return the product [*dims after the arrow] of x and the values times their scale."""
-        del sum_over
-        run = lambda x, weight: dot(dims, x, weight.astype(x.dtype), out_dtype=out_dtype)
-        return jax.checkpoint(run)(x, self)  # backward saves only the int8 values
-
-
-def store_int8(model: Model, summed: Mapping[str, Sequence[str]]) -> Model:
-    """Return a model that stores the named weights as frozen `Int8Weight`s.
-
-    `summed` maps names, e.g. "layers/mlp/down", to the dims that their products contract. Weights
-    are rounded to the nearest of 255 values; the largest of each output is 127 times its scale.
-    """
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-
-    def record(path: Any, dims: Dims) -> Any:
-        over = summed.get(name(path), ())
-        rest = tuple(None if dim in over else dim for dim in dims)
-        kept = Parameter(rest, update="none", keeps_dtype=True)
-        return Int8Weight(Parameter(dims, storage="int8", update="none"), kept) if over else dims
-
-    def convert(path: Any, dims: Dims, w: Array) -> Any:
-        """Return the parameter [*dims] in its storage format."""
-        over = [i for i, dim in enumerate(dims) if dim in summed.get(name(path), ())]
-        if not over:
-            return w
-        largest = jnp.max(jnp.abs(w), axis=over, keepdims=True)
-        scale = jnp.where(largest > 0, largest / 127, jnp.ones_like(largest))
-        return Int8Weight(jnp.round(w / scale).astype(jnp.int8), scale)
-
-    def init(key: Array) -> Params:
-        return jax.tree_util.tree_map_with_path(convert, model.axes, model.init(key))
-
-    axes = jax.tree_util.tree_map_with_path(record, model.axes)
-    return dataclasses.replace(model, init=init, axes=axes)
