@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,12 @@ from refusals import refused
 from tiny import plan_of
 
 from jaxdist.config import read_run
-from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import Optimizer, TrainConfig, make_step
-from jaxdist.core.types import _RENAMED, AttentionCall, Context, Dims, Model
+from jaxdist.core.types import AttentionCall, Context, Dims, Model
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.data_checks import check_data_fits
 from jaxdist.run.setup import assemble
@@ -160,30 +158,13 @@ def test_a_custom_model_reports_its_classes_and_attention():
 
 
 def test_a_model_without_head_or_objective_is_rejected():
-    """Models written for `head_loss` get an error that names the replacement."""
     rest = {"name": "m", "init": None, "axes": {}, "dims": {}}
-    for fields in ({"head_loss": print}, {"head": print}, {"objective": print}):
-        with refused("model 'm'", "head=", "objective=", "TokenHead", *(fields.keys() - {"head"})):
+    for fields in ({"head": print}, {"objective": print}):
+        with refused("model 'm'", "head=", "objective=", "TokenHead"):
             Model(**rest, **fields)
 
 
-@pytest.mark.parametrize("name, replacement", _RENAMED.items())
-def test_a_removed_member_of_the_context_is_rejected_by_name(name, replacement):
-    with refused(f"Context.{name}", replacement):
-        getattr(Context(), name)
-    assert not hasattr(Context(), "other")
-
-
-def test_a_removed_collective_is_rejected_by_name():
-    with refused("collectives.mark_device_local"):
-        collectives.own  # noqa: B018
-    assert not hasattr(collectives, "other")
-
-
-def test_replacements_of_removed_members_exist():
-    """The record that models receive stays small."""
-    named = re.findall(r"Context\.(\w+)", " ".join(_RENAMED.values()))
-    assert named and all(hasattr(Context(), name) for name in named)
+def test_the_records_that_models_receive_stay_small():
     assert len(dataclasses.fields(Context)) <= 15
     assert len(inspect.signature(make_step).parameters) <= 6
 

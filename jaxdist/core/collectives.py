@@ -9,7 +9,7 @@ that a value may differ between devices of an axis ("varying" in JAX); a reducti
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Shaped
 
 from jaxdist.core.types import Array
-from jaxdist.settings.declare import ConfigError
 
 Axes: TypeAlias = str | tuple[str, ...]
 Tree = TypeVar("Tree")
@@ -155,11 +154,3 @@ def permute_in_pairs(x: Same, axis: str, shift: int) -> Same:
 
 def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name == "own":
-            raise ConfigError("collectives.own was removed. Use collectives.mark_device_local.")
-        raise AttributeError(f"module {__name__} has no attribute {name!r}")

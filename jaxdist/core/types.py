@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -256,20 +256,6 @@ def _missing(*_: Any, **__: Any) -> Any:
     )
 
 
-_RENAMED = {
-    "places": "Context.position_ids",
-    "settle": "Context.dot, which orders its gradients itself",
-    "gradient_barrier": "Context.dot, which orders its gradients itself",
-    "sum_rows": 'Context.sum(x, "batch"), and Context.training to detect evaluation',
-    "tensor_sum": 'Context.sum(x, "tensor")',
-    "row_sum": 'Context.sum(jnp.sum(x, axis=1), "seq")',
-    "run_layers": "Model.block, which the step runs for every layer",
-    "gather": "the parameters that the model receives, which are complete",
-    "row_groups": "the rows of the batch, which a model never splits itself",
-}
-"""Removed members of `Context` -> their replacements, for custom models and objectives."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """Execution context of a model: dtypes, collectives, kernels. The defaults are one device.
@@ -325,14 +311,6 @@ class Context:
     def training(self) -> bool:
         """Return True if there is a dropout key: batch norm then uses the batch's statistics."""
         return self.dropout_key is not None
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise `ConfigError` for a removed member, with its replacement."""
-            if name in _RENAMED:
-                raise ConfigError(f"Context.{name} was removed. Use {_RENAMED[name]}.")
-            raise AttributeError(f"Context has no attribute {name!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -438,14 +416,12 @@ class Model:
     attention_call: AttentionCall = AttentionCall()
     experts_call: ExpertsCall = ExpertsCall()
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
-    head_loss: dataclasses.InitVar[Any] = None
 
-    def __post_init__(self, head_loss: Any) -> None:
-        if head_loss is not None or _missing in (self.head, self.objective):
-            got = "head_loss" if head_loss is not None else "no head or no objective"
+    def __post_init__(self) -> None:
+        if _missing in (self.head, self.objective):
             raise ConfigError(
-                f"model {self.name!r} has {got}. Use Model(head=..., objective=...): head(params, "
-                "x, batch, context) returns (output, {}), where the output of a language model is "
-                "TokenHead(x, kernel, vocab_size). objective(output, batch, context) returns the "
-                "sums, e.g. jaxdist.objectives.cross_entropy."
+                f"model {self.name!r} has no head or no objective. Use Model(head=..., "
+                "objective=...): head(params, x, batch, context) returns (output, {}), where the "
+                "output of a language model is TokenHead(x, kernel, vocab_size). objective(output, "
+                "batch, context) returns the sums, e.g. jaxdist.objectives.cross_entropy."
             )
