@@ -245,30 +245,12 @@ def _settings(query: Q, rule: Rule, sequences: Any) -> dict[str, Any]:
     return settings | dict.fromkeys(newer)
 
 
-_OPERANDS = (
-    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
-    *("page_table_k", "page_table_v"),
-)
-_ATTRIBUTES = {
-    *("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout"),
-    *("sliding_window_length", "score_mod_name", "score_mod_jaxpr", "score_mod_args"),
-    *("is_training", "activation", "fwd_output", "grad_output", "ctx"),
-}
-
-
 def missing() -> str:
     """Return why jax's operations are unavailable; "" = they are available."""
-    if operations is None:
-        return f"jax {jax.__version__} has moved cuDNN's operations"
-    names = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
-    for name in names:
-        lowering = getattr(operations, f"{name}_cuda_lowering", None)
-        if lowering is None or not hasattr(operations, f"{name}_p"):
-            return f"jax {jax.__version__} has no operation {name}_p"
-        parameters = list(inspect.signature(lowering).parameters)
-        if tuple(parameters[1:11]) != _OPERANDS or set(parameters[11:]) - _ATTRIBUTES:
-            return f"jax {jax.__version__} has other operands of {name}_p"
-    return ""
+    names = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p")
+    if all(hasattr(operations, name) for name in names):
+        return ""
+    return f"jax {jax.__version__} has moved cuDNN's operations"
 
 
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:

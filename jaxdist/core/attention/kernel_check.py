@@ -192,12 +192,12 @@ def _round_a_ring(inputs: list[Array], segments: Int[np.ndarray, "rows seq"] | N
             # The keys of the other group precede the second group.
             hops: list[tuple[int, Any]] = [(mine, None), (1 - mine, jnp.bool_(mine == 1))]
             queries = Queries(query[mine], documents[mine])
-            total = blockwise.merge(*(zigzag.forward(queries, own[k], True, e) for k, e in hops))
+            total = blockwise.merge(*(zigzag.forward(queries, own[k], e) for k, e in hops))
             out[mine] = total.out.astype(query[mine].dtype)
             stats = GlobalAttention(out[mine], cotangent[mine], total.lse)
             for k, e, half in ((k, e, n) for k, e in hops for n in (0, 1)):
-                part = zigzag.backward(queries, own[k], stats, True, e, half)
-                grads = zigzag.scatter_to_positions(part, True, e, half)
+                part = zigzag.backward(queries, own[k], stats, e, half)
+                grads = zigzag.scatter_to_positions(part, e, half)
                 dq[mine], dk[k], dv[k] = (
                     total + part
                     for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)

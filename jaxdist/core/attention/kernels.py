@@ -211,8 +211,8 @@ def _ring_rejections(request: AttentionRequest, plan: AttentionPlan) -> list[str
         return ["cuDNN's causal mask has no positions of all gathered keys"]
     if 0 < request.window < request.num_keys:
         return ["cuDNN's kernel does not support a sliding window over a ring"]
-    if not request.causal and request.packed:
-        return ["documents of a shared row reach into parts on both sides without a causal mask"]
+    if not request.causal:
+        return ["cuDNN's kernel runs hops of a ring with a causal mask only"]
     if request.packed:
         return []
     return [reason for reason in (cudnn.missing(), plan.ring_rejection) if reason]

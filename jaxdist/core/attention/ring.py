@@ -39,7 +39,8 @@ from jaxdist.core.types import Array
 class Ring(NamedTuple):
     """A ring of groups of `inner` devices on the context axis; `paired` as in `ExchangePlan`.
 
-    `fused`: hops run on cuDNN's kernel, without a window, on positions ordered by `in_row_order`.
+    `fused`: hops run on cuDNN's kernel, with a causal mask and without a window, on positions
+    ordered by `in_row_order`.
     """
 
     inner: int
@@ -126,7 +127,7 @@ def _ring(
         key, value = chunk.keys_values
         if ring.fused:
             mine, others = Queries(query, segments), Keys(key, value, chunk.segments)
-            return zigzag.forward(mine, others, rule.causal, ring.is_earlier(hop))
+            return zigzag.forward(mine, others, ring.is_earlier(hop))
         keys = Span(ring.positions(hop, length), chunk.segments)
         return blockwise.forward(query, key, value, queries, keys, rule)
 
@@ -169,7 +170,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         if ring.fused:
             assert half is not None
             others, earlier = Keys(key, value, chunk.segments), ring.is_earlier(hop)
-            return zigzag.backward(mine, others, total, rule.causal, earlier, half)
+            return zigzag.backward(mine, others, total, earlier, half)
         cut = (lambda tree: tree) if half is None else zigzag.HALVES[half][0]
         keys = cut(Span(ring.positions(hop, length), chunk.segments))
         return blockwise.backward(query, cut(key), cut(value), queries, keys, stats, rule)
@@ -180,7 +181,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Q) -> Any:
         if ring.fused:
             assert half is not None
             earlier = ring.is_earlier(hop)
-            dq, dk, dv = zigzag.scatter_to_positions(grads, rule.causal, earlier, half)
+            dq, dk, dv = zigzag.scatter_to_positions(grads, earlier, half)
         elif half is not None:
             widen = zigzag.HALVES[half][1]
             dk, dv = widen(dk), widen(dv)

@@ -1,7 +1,7 @@
 """One hop of a zig-zag ring on cuDNN's kernel: a group's queries attend to one group's keys.
 
-Group i of n has chunks i and 2n−1−i of a row: an early and a late half. With a causal mask, only
-the first of three kinds of hops needs a mask:
+Group i of n has chunks i and 2n−1−i of a row: an early and a late half. The mask is causal. Only
+the first of three kinds of hops needs it:
 
     own keys                      one causal call
     keys of an earlier group      all queries see the early half of the keys, none the late half
@@ -63,10 +63,8 @@ class GlobalAttention(NamedTuple):
     lse: Lse
 
 
-def forward(
-    queries: Queries, keys: Keys, is_causal: bool, is_earlier: Bool[Array, ""] | None
-) -> Partial:
-    """Return attention to only these keys, converted to float32.
+def forward(queries: Queries, keys: Keys, is_earlier: Bool[Array, ""] | None) -> Partial:
+    """Return causal attention to only these keys, converted to float32.
 
     `is_earlier`: the keys are of an earlier group than the queries; None = of the same group.
     """
@@ -79,11 +77,9 @@ def forward(
         return after_early(out), after_early(lse, UNSEEN)
 
     if is_earlier is None:
-        out, lse = within(queries, keys, Rule(is_causal))
-    elif is_causal:
-        out, lse = lax.cond(is_earlier, to_early_keys, from_late_queries)
+        out, lse = within(queries, keys, Rule())
     else:
-        out, lse = across(queries, keys)
+        out, lse = lax.cond(is_earlier, to_early_keys, from_late_queries)
     return Partial(out.astype(lse.dtype), lse)
 
 
@@ -91,34 +87,26 @@ def backward(
     queries: Queries,
     keys: Keys,
     total: GlobalAttention,
-    is_causal: bool,
     is_earlier: Bool[Array, ""] | None,
     half: int,
 ) -> PartGrads:
     """Compute half of the gradients through these keys; see `scatter_to_positions`."""
-    if not is_causal:
-        return across_backward(queries, HALVES[half][0](keys), total)
     if half == 0:  # late queries see the early keys of any group
         return across_backward(late(queries), early(keys), late(total))
     if is_earlier is None:
         # Both halves of the group as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
         queries, keys, total = jax.tree.map(rows, (queries, keys, total))
-        return within_backward(queries, keys, total, Rule(is_causal))
+        return within_backward(queries, keys, total, Rule())
     # Early queries see the early keys of an earlier group, late ones the late keys of a later one.
     start = jnp.where(is_earlier, 0, queries.query.shape[1] // 2)
     same = lambda x: lax.dynamic_slice_in_dim(x, start, x.shape[1] // 2, axis=1)
     return across_backward(*jax.tree.map(same, (queries, keys, total)))
 
 
-def scatter_to_positions(
-    grads: PartGrads, is_causal: bool, is_earlier: Bool[Array, ""] | None, half: int
-) -> Grads:
+def scatter_to_positions(grads: PartGrads, is_earlier: Bool[Array, ""] | None, half: int) -> Grads:
     """Expand a result of `backward` to all positions, float32."""
     dq, dk, dv = (x.astype(jnp.float32) for x in grads)
-    if not is_causal:
-        widen = HALVES[half][1]
-        return dq, widen(dk), widen(dv)
     if half == 0:
         return after_early(dq), before_late(dk), before_late(dv)
     if is_earlier is None:
