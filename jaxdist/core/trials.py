@@ -167,54 +167,51 @@ def operation_errors() -> dict[str, tuple[float, float]]:
     for dtype, unit in (("float32", 2.0**-23), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
         x, y = (jnp.asarray(array, dtype) for array in inputs)
         wide = [np.asarray(array.astype(jnp.float32), np.float64) for array in (x, y)]
-        computed = jax.jit(lambda x, y: {n: f(x, y, index) for n, (f, _, _) in _OPERATIONS.items()})
+        computed = jax.jit(
+            lambda x, y: {n: f(jnp, x, y, index) for n, (f, _) in _OPERATIONS.items()}
+        )
         for name, value in computed(x, y).items():
-            _, reference, factor = _OPERATIONS[name]
-            right = np.asarray(reference(*wide, index), np.float64)
+            operation, factor = _OPERATIONS[name]
+            right = np.asarray(operation(np, *wide, index), np.float64)
             error = np.max(np.abs(np.asarray(value.astype(jnp.float32), np.float64) - right))
             limit = 2.0**-10 if name.startswith("product") and dtype == "float32" else factor * unit
             results[f"{name} in {dtype}"] = (float(error / np.max(np.abs(right))), limit)
     return results
 
 
-def _scan(x: Any, y: Any, index: Any) -> Any:
-    """Return x + y [rows, columns], written row by row into a buffer, last row first."""
+def _scatter(m: Any, x: Any, y: Any, index: Any) -> Any:
+    """Return the sums of x[index, 0] at `index`, float32 [rows]."""
+    if m is np:
+        return np.bincount(index, x[index, 0], len(x))
+    return jnp.zeros(len(x), jnp.float32).at[index].add(x[index, 0])
+
+
+def _loop(m: Any, x: Any, y: Any, index: Any) -> Any:
+    """Return x + y [rows, columns]; jax writes it row by row into a buffer, last row first."""
 
     def body(buffer: Any, row: Any) -> Any:
         return buffer.at[row].set(x[row] + y[row]), None
 
-    return jax.lax.scan(body, jnp.zeros_like(x), jnp.arange(len(x))[::-1])[0]
+    return x + y if m is np else jax.lax.scan(body, m.zeros_like(x), m.arange(len(x))[::-1])[0]
 
 
-# Operation -> ours, numpy's, and the limit in units of rounding.
-_OPERATIONS: dict[str, tuple[Callable, Callable, float]] = {
-    "sum": (lambda x, y, i: jnp.sum(x * x), lambda x, y, i: np.sum(x * x), 8),
-    "sum of rows": (lambda x, y, i: jnp.sum(abs(x), 1), lambda x, y, i: np.sum(abs(x), 1), 8),
-    "sum of columns": (lambda x, y, i: jnp.sum(abs(x), 0), lambda x, y, i: np.sum(abs(x), 0), 8),
-    "largest": (lambda x, y, i: jnp.max(x, 1), lambda x, y, i: np.max(x, 1), 0),
-    "index of the largest": (
-        lambda x, y, i: jnp.argmax(x, 1),
-        lambda x, y, i: np.argmax(x, 1),
-        0,
-    ),
-    "product": (lambda x, y, i: x @ y.T, lambda x, y, i: x @ y.T, 8),
-    "product of transposed": (lambda x, y, i: x.T @ y, lambda x, y, i: x.T @ y, 8),
-    "gather": (lambda x, y, i: x[i], lambda x, y, i: x[i], 0),
-    "scatter of sums": (
-        lambda x, y, i: jnp.zeros(len(x), jnp.float32).at[i].add(x[i, 0]),
-        lambda x, y, i: np.bincount(i, x[i, 0], len(x)),
-        8,
-    ),
-    "running sum": (lambda x, y, i: jnp.cumsum(x, 1), lambda x, y, i: np.cumsum(x, 1), 64),
-    "sort": (lambda x, y, i: jnp.sort(x, 1), lambda x, y, i: np.sort(x, 1), 0),
-    "exponential": (lambda x, y, i: jnp.exp(x), lambda x, y, i: np.exp(x), 8),
-    "hyperbolic tangent": (lambda x, y, i: jnp.tanh(x), lambda x, y, i: np.tanh(x), 8),
-    "select": (
-        lambda x, y, i: jnp.where(x > y, x, y),
-        lambda x, y, i: np.maximum(x, y),
-        0,
-    ),
-    "loop that writes rows": (_scan, lambda x, y, i: x + y, 2),
+# Name -> (jax.numpy or numpy, x, y, indices) -> result, and the limit in units of rounding.
+_OPERATIONS: dict[str, tuple[Callable, float]] = {
+    "sum": (lambda m, x, y, i: m.sum(x * x), 8),
+    "sum of rows": (lambda m, x, y, i: m.sum(abs(x), 1), 8),
+    "sum of columns": (lambda m, x, y, i: m.sum(abs(x), 0), 8),
+    "largest": (lambda m, x, y, i: m.max(x, 1), 0),
+    "index of the largest": (lambda m, x, y, i: m.argmax(x, 1), 0),
+    "product": (lambda m, x, y, i: x @ y.T, 8),
+    "product of transposed": (lambda m, x, y, i: x.T @ y, 8),
+    "gather": (lambda m, x, y, i: x[i], 0),
+    "scatter of sums": (_scatter, 8),
+    "running sum": (lambda m, x, y, i: m.cumsum(x, 1), 64),
+    "sort": (lambda m, x, y, i: m.sort(x, 1), 0),
+    "exponential": (lambda m, x, y, i: m.exp(x), 8),
+    "hyperbolic tangent": (lambda m, x, y, i: m.tanh(x), 8),
+    "select": (lambda m, x, y, i: m.where(x > y, x, y), 0),
+    "loop that writes rows": (_loop, 2),
 }
 
 
