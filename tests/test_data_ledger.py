@@ -11,7 +11,7 @@ from refusals import refused
 
 from jaxdist.data import Loader, Position, resume_position
 from jaxdist.data.__main__ import main
-from jaxdist.data.ledger import NUM_LINKS, Link
+from jaxdist.data.order import NUM_LINKS, Link
 from jaxdist.run.startup import check_recorded_ledger
 from jaxdist.settings import ConfigError
 

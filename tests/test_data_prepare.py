@@ -23,8 +23,7 @@ from jaxdist.config.command_line import stored_run
 from jaxdist.data import load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main as data_command
 from jaxdist.data.images import TEST_FILE, TRAIN_FILES
-from jaxdist.data.prepare import _download, _find
-from jaxdist.data.shipped_sets import SHIPPED_SETS
+from jaxdist.data.prepare import SHIPPED_SETS, _download, _find
 from jaxdist.settings.sources import NAMED_FILES
 from jaxdist.train import main as train
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
 from jaxdist.data.record_kinds import LEARNED, SINGLE, RecordKind
-from jaxdist.data.shipped_sets import prepare_command
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting
@@ -420,6 +419,8 @@ def _missing(name: str, source: str) -> str:
         return problem and f"data.{name}: {problem}"
     if source == "stdlib" or is_custom(source) or source_exists(source):
         return ""
+    from jaxdist.data.prepare import prepare_command  # imports much, for this message alone
+
     if command := prepare_command(source):
         return f"data.{name} has {source!r}, which does not exist. Make it with `{command}`."
     return (

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
-from jaxdist.data.hub_sets import HubFile, hub_files, is_hub_set
-from jaxdist.data.patterns import regex_of
+from jaxdist.data.hub_sets import HubFile, hub_files, is_hub_set, regex_of
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import BLOCK_BYTES, Location, is_url, locate, open_regular
 from jaxdist.settings import ConfigError

@@ -21,7 +21,6 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxdist.data.cache import cache_folder
-from jaxdist.data.patterns import regex_of
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.new_output import new_output
@@ -258,6 +257,16 @@ def _chosen(parts: HubSet, source: str, splits: dict[str, list[str]]) -> list[st
             f"{few(sorted(filter(None, splits)), 20)}"
         )
     return sorted(splits[split])
+
+
+def regex_of(pattern: str) -> str:
+    """Return a regular expression for a pattern with *, **, ? and [...], as in `glob`."""
+    words = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    return "".join(
+        words.get(part) or (part.replace("[!", "[^") if part[:1] == "[" else re.escape(part))
+        for part in parts
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from jaxdist.core.axis import axes_of
 from jaxdist.core.step.shapes import BatchStage, stage_at
 from jaxdist.core.types import Batch
 from jaxdist.data.dataset import Dataset, TrainData
-from jaxdist.data.ledger import Ledger, Link, first_mismatch
+from jaxdist.data.order import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
 from jaxdist.runtime.formatting.tables import few

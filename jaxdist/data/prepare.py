@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -16,13 +17,67 @@ from pathlib import Path
 
 from jaxdist.data.corpus import total_bytes
 from jaxdist.data.files import DataFile, find_files, library_files
-from jaxdist.data.shipped_sets import SHIPPED_SETS, ShippedSet
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 from jaxdist.runtime.formatting.numbers import duration, in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.progress import Progress
 from jaxdist.settings import ConfigError
 from jaxdist.settings.sources import NAMED_FILES
+
+_FINEWEB = "hf://HuggingFaceFW/fineweb-edu/sample-10BT"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShippedSet:
+    """A data set of shipped configs.
+
+    Attributes:
+        out: path in `data.sources` of the configs.
+        source: data set on the hub, which is tokenized, or URL of a file (a .tar.gz is unpacked).
+        tokenizer: `data.tokenizer` of the tokens; "" for a file.
+        sha256, num_bytes: digest and size of the file.
+    """
+
+    out: str
+    source: str
+    tokenizer: str = ""
+    sha256: str = ""
+    num_bytes: int = 0
+
+
+SHIPPED_SETS = {
+    "fineweb_edu_gpt2": ShippedSet("data/fineweb_edu_gpt2", _FINEWEB, "openai-community/gpt2"),
+    "fineweb_edu_llama2": ShippedSet(
+        "data/fineweb_edu_llama2", _FINEWEB, "meta-llama/Llama-2-13b-hf"
+    ),
+    "fineweb_edu_llama3": ShippedSet(
+        "data/fineweb_edu_llama3", _FINEWEB, "meta-llama/Meta-Llama-3-8B"
+    ),
+    "fineweb_edu_mixtral": ShippedSet(
+        "data/fineweb_edu_mixtral", _FINEWEB, "mistralai/Mixtral-8x7B-v0.1"
+    ),
+    "fineweb_edu_qwen3": ShippedSet("data/fineweb_edu_qwen3", _FINEWEB, "Qwen/Qwen3-0.6B"),
+    "tinyshakespeare": ShippedSet(
+        "data/tinyshakespeare.txt",
+        "https://raw.githubusercontent.com/karpathy/char-rnn/"
+        "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
+        sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        num_bytes=1_115_394,
+    ),
+    "cifar10": ShippedSet(
+        "data/cifar-10-batches-bin",
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        num_bytes=170_052_171,
+    ),
+}
+
+
+def prepare_command(source: str) -> str:
+    """Return the command that makes a missing source of a shipped config; "" for other sources."""
+    names = [name for name, shipped in SHIPPED_SETS.items() if shipped.out == source]
+    return f"jaxdist data prepare {names[0]}" if names else ""
+
 
 _BYTES_PER_TOKEN = 4.5  # of English text, with vocabularies of 32,000 to 150,000
 _TEXT_PER_BYTE = 1.7  # of compressed files

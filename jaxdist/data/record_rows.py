@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxdist.core.types import MISMATCHED, REFERENCE
 from jaxdist.data.corpus import Corpus
+from jaxdist.data.encoding import UNDESIRABLE
 from jaxdist.data.packing import Fields, Rows, Spans, cut, text_fields
-from jaxdist.data.preferences import UNDESIRABLE
 from jaxdist.data.record_kinds import RecordKind
 from jaxdist.settings import ConfigError
 

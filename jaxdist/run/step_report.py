@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.step import Metrics
 from jaxdist.data import Loader
-from jaxdist.data.ledger import Link
+from jaxdist.data.order import Link
 from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer

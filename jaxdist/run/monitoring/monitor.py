@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxdist.config.monitoring import TENSORBOARD, MonitoringConfig, parse_profile_steps
 from jaxdist.core.step.row_logps import ROW_SUMS
-from jaxdist.data.ledger import Link
+from jaxdist.data.order import Link
 from jaxdist.hardware import gpu_of, peak_flops
 from jaxdist.run.metrics_log import ExitReason, Record, RecordWriter, read_outline
 from jaxdist.run.monitoring import console
