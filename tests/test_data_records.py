@@ -4,18 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from data_cases import cache  # noqa: F401
 from hf_models import CHATML, write_tokenizer
 from refusals import refused
 from test_data_chat import conversation, write_lines
 
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
-
 
 SHARE_GPT = {
     "id": "7",

@@ -213,6 +213,7 @@ def test_completions_of_an_old_run_keep_their_pieces_with_a_warning(folder, tmp_
 @pytest.mark.parametrize(
     "source",
     [
+        "{% if tools is none and documents is none %}no tools{% endif %}",
         "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ unk_token }}",
         "{{ {'b': 1, 'a': '<'} | tojson(true, 2, none, true) }}",
         "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",

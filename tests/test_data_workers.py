@@ -11,7 +11,7 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
-from data_cases import open_case, sharding_on, write_sources, write_text
+from data_cases import cache, open_case, sharding_on, write_sources, write_text  # noqa: F401
 
 from jaxdist.config import read_run
 from jaxdist.data import DataConfig, Loader, Position, open_datasets
@@ -49,11 +49,6 @@ if __name__ == "__main__":
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     time.sleep(600)
 """
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def alive(pid: int) -> bool:
