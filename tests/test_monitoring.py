@@ -218,11 +218,10 @@ def test_unusable_run_directory_is_rejected(tmp_path):
         RunDirectory.open(tmp_path / "file")
 
 
-def test_missing_run_error_lists_runs_nearby(tmp_path):
-    train(start(tmp_path), 1)
-    with refused(tmp_path / "runn", "not a directory", f"there: {tmp_path / 'run'}."):
+def test_a_missing_run_is_rejected(tmp_path):
+    with refused(tmp_path / "runn", "not a directory"):
         RunDirectory.existing(tmp_path / "runn")
-    with refused(tmp_path, "no metrics.jsonl", f"there: {tmp_path / 'run'}."):
+    with refused(tmp_path, "no metrics.jsonl"):
         RunDirectory.existing(tmp_path)
 
 

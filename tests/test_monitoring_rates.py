@@ -90,16 +90,6 @@ def events(monitor: Monitor, name: str):
     return [r for r in read_records(monitor.run.metrics) if r.get("event") == name]
 
 
-def test_impossible_mfu_is_reported_once(tmp_path):
-    monitor = make_monitor(
-        tmp_path, log_interval_steps=1, peak_tflops=1e-12, flops_per_token={"full": 1.0}
-    )
-    for step in range(1, 6):
-        monitor.train(step, {"loss": 1.0}, tokens=80, step_time_s=1.0, data_wait_s=0.0)
-    (event,) = events(monitor, "impossible_mfu")
-    assert event["mfu"] == pytest.approx(10.0) and event["level"] == "warning"
-
-
 def test_one_slow_step_does_not_change_the_rate():
     throughput = Throughput(num_devices=2, window_steps=5)
     for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):

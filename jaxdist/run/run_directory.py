@@ -20,6 +20,9 @@ START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 """Settings of a single start, which are not settings of the run."""
 
 
+_NAME = "Name a run directory, such as runs/<name>-<time>."
+
+
 class RunDirectory:
     """The files of one run. Process 0 writes them, each process its own logs, traces and arrays.
 
@@ -91,11 +94,9 @@ class RunDirectory:
         """Return the directory of an existing run, to read it; raise ConfigError without one."""
         run = cls(path, is_writer=False, resumed=True)
         if not run.path.is_directory():
-            raise ConfigError(f"run {run.path} is not a directory. {_runs_near(run.path)}")
+            raise ConfigError(f"run {run.path} is not a directory. {_NAME}")
         if not run.metrics.exists():
-            raise ConfigError(
-                f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"
-            )
+            raise ConfigError(f"run {run.path} has no metrics.jsonl. {_NAME}")
         return run
 
     def log(self, process_id: int) -> Location:
@@ -195,17 +196,3 @@ def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is not a table of values. Fix it, or move it away.")
     return record
-
-
-_MAX_CANDIDATES = 30
-"""Maximum names of a bucket's folder to check for runs; each costs two requests."""
-
-
-def _runs_near(path: Location) -> str:
-    for root in (path.parent, path.parent.parent):
-        names = root.entries() if root.is_local else root.entries()[-_MAX_CANDIDATES:]
-        written = {root / name: (root / name / "metrics.jsonl").version() for name in names}
-        runs = sorted((run for run in written if written[run]), key=lambda run: -written[run])
-        if runs:
-            return "Runs there: " + ", ".join(map(str, runs[:3])) + "."
-    return "Name a run directory, such as runs/<name>-<time>."

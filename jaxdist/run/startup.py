@@ -6,18 +6,16 @@ import dataclasses
 import json
 import logging
 import shlex
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.checkpoint import Checkpointer, pytree
+from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.events import MismatchError
 from jaxdist.config import RunConfig, parse_run
 from jaxdist.core import matmul
 from jaxdist.core.parallel.pipeline.config import describe
-from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import TrainConfig, describe_exchange, needs_step_sums
 from jaxdist.core.types import Array
@@ -25,15 +23,15 @@ from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.models.weights import num_params
-from jaxdist.optim import from_optax, make_lr_schedule
+from jaxdist.optim import from_optax
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import read_outline
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.program import Program
 from jaxdist.run.resilience.anomalies import LossGuard
-from jaxdist.run.run_directory import RunDirectory, new_run_path
-from jaxdist.run.setup import Parts, assemble
+from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten, new_run_path
+from jaxdist.run.setup import Parts
 from jaxdist.run.start_checks import nonfinite_names
 from jaxdist.runtime import coordination, hub
 from jaxdist.runtime.formatting.numbers import percent
@@ -42,14 +40,13 @@ from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
 from jaxdist.settings.schema import flag_of
+from jaxdist.settings.sources import to_table
 
 log = logging.getLogger("jaxdist")
 
 _PREVIEW_TOKENS = 16
 
 """Number of packed rows to read for estimating the load balance of context parallelism."""
-
-_SAME_RATE = 1.05  # a smaller rise of the learning rate is rounding of the schedule
 
 Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
@@ -164,9 +161,6 @@ def restore_or_init(
         if not rolls_back:
             check_recorded_ledger(run, step, position)
         losses, counts = meta.get("guard", []), meta.get("early_stopping", {})
-        text = meta.get("config", "")
-        if text and (warning := _raised_rate(parts, parse_run(text, str(run.path)), step)):
-            log.warning("%s", warning)
         log.info("resumed %s from step %d", run.path, step)
     guard.restore(losses)
     early_stopping.restore(counts)
@@ -180,63 +174,35 @@ def restore_or_init(
     return state, step, loader
 
 
+_SHAPING = ("model.", "lora.", "optim.", "precision.")
+"""Settings on which the arrays of a checkpoint depend; numbers such as rates are not integers."""
+
+
 def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
-    """Return an error that names the changed settings that explain `error`; else `error` itself."""
+    """Return an error that names changed settings of model and optimizer; else `error` itself."""
     text = error.document["meta"].get("config", "")
     if not text:
         return error
-    stored = parse_run(text, f"checkpoint {error.step}")
-    if _differs(stored, parts, error):
-        return error
-    causes = [x for x in _setting_changes(stored, parts.config) if _differs(x[3], parts, error)]
+    both = (parse_run(text, f"checkpoint {error.step}"), parts.config)
+    changed = changed_settings(*(flatten(to_table(config)) for config in both))
+    causes = {
+        name: pair
+        for name, pair in changed.items()
+        if name.startswith(_SHAPING) and "not set" not in pair and not isinstance(pair[0], float)
+    }
     if not causes:
         return error
-    named = ", ".join(f"{name}={before!r} (now {now!r})" for name, before, now, _ in causes)
+    named = ", ".join(f"{name}={before!r} (now {now!r})" for name, (before, now) in causes.items())
     flags = " ".join(
         f"{flag_of(name)}={shlex.quote(before if isinstance(before, str) else json.dumps(before))}"
-        for name, before, _, _ in causes
+        for name, (before, _) in causes.items()
     )
-    same_weights = not any(name.startswith(("model.", "lora.")) for name, *_ in causes)
+    same_weights = not any(name.startswith(("model.", "lora.")) for name in causes)
     weights = f" from its weights with --init-from={shlex.quote(run)}" if same_weights else ""
     return ConfigError(
         f"checkpoint {error.step} was saved with {named}, so its arrays do not fit. Use {flags}, "
         f"or start a new run{weights} in another --run-dir."
     )
-
-
-def _setting_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any, Any, RunConfig]]:
-    """Yield name, old and new value of each changed setting, and `old` with the new value."""
-    for field in dataclasses.fields(old):
-        before, now = getattr(old, field.name), getattr(new, field.name)
-        is_section = dataclasses.is_dataclass(before)
-        if not is_section:
-            if before != now:
-                yield field.name, before, now, dataclasses.replace(old, **{field.name: now})
-        elif type(before) is not type(now):
-            changed = dataclasses.replace(old, **{field.name: now})
-            yield f"{field.name}.kind", before.kind, now.kind, changed
-        else:
-            for inner in dataclasses.fields(before):
-                values = getattr(before, inner.name), getattr(now, inner.name)
-                if values[0] != values[1]:
-                    section: Any = dataclasses.replace(before, **{inner.name: values[1]})
-                    changed = dataclasses.replace(old, **{field.name: section})
-                    yield f"{field.name}.{inner.name}", *values, changed
-
-
-def _differs(config: RunConfig, parts: Parts, error: MismatchError) -> bool:
-    """Return whether the settings are invalid, or make other arrays than `error`'s checkpoint."""
-    built = lambda c: (c.model, c.lora, c.train.seq_len, c.optim.freeze)
-    train = dataclasses.replace(config.train, num_microbatches=0, offload_optimizer="none")
-    config = dataclasses.replace(config, mesh=MeshConfig(shape="dp=1"), train=train)
-    try:
-        model = parts.model if built(config) == built(parts.config) else None
-        one = assemble(config, parts.devices[:1], model=model)
-        state = one.without_base(one.abstract_state())
-    except Exception:  # the model or optimizer rejects the combination
-        return True
-    leaves = [leaf for leaf in pytree.leaves_of(state) if leaf.item not in pytree.OPTIONAL]
-    return bool(pytree.mismatches(leaves, error.document["arrays"], ignore=pytree.OPTIONAL))
 
 
 def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
@@ -256,31 +222,6 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
             )
 
     coordination.decide("data_ledger", compare)
-
-
-def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
-    """Return a warning if another `train.steps` increases the rate of a resumed run, else ""."""
-    total, now = stored.train.steps, parts.config
-    if not step or total == now.train.steps or parts.has_own_schedule:
-        return ""
-    before = make_lr_schedule(
-        stored.optim,
-        total_steps=total,
-        global_batch_size=stored.train.global_batch_size,
-        batches=[(stage.first_step, stage.batch_size) for stage in stored.train.stages],
-    )
-    # With train.batch_schedule, the stored rate may rise at this step, too.
-    old_rate = float(before(jnp.arange(step - 1, step + 1)).max())
-    rate = float(parts.schedule(jnp.int32(step)))
-    if step <= now.optim.warmup_steps or rate <= old_rate * _SAME_RATE:
-        return ""
-    fix = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
-    if now.optim.schedule == "wsd":
-        fix = "resume from a checkpoint before the decay"
-    return (
-        f"train.steps {total} -> {now.train.steps} stretches the {now.optim.schedule} schedule: "
-        f"the learning rate increases from {old_rate:.2e} to {rate:.2e}. To avoid that, {fix}."
-    )
 
 
 def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:

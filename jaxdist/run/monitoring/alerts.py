@@ -43,7 +43,6 @@ class Alerts:
         every = _LINES_PER_COMPARISON * log_interval_steps
         self._stragglers = StragglerDetector(num_processes, every)
         self._slow: set[tuple[int, str]] = set()
-        self._warned_of_mfu = False
 
     def step_times(
         self, step: int, step_time_s: float, data_wait_s: float, device_wait_s: float | None
@@ -112,19 +111,6 @@ class Alerts:
                 message=one.text,
             )
         self._slow = {(one.process, one.cause) for one in slow}
-
-    def mfu(self, mfu: float | None) -> None:
-        """Warn, once per start, if the MFU is above 1; None = unknown."""
-        if mfu is None or mfu <= 1.0 or self._warned_of_mfu:
-            return
-        self._warned_of_mfu = True
-        self._event(
-            "impossible_mfu",
-            mfu=mfu,
-            level=logging.WARNING,
-            message=f"an MFU of {percent(mfu)} is impossible: the peak or the model's "
-            "FLOPs per token are wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
-        )
 
     def compilation(self, done: Compilation) -> None:
         """Report a compilation; every one after a function's first is a warning."""

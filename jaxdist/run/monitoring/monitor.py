@@ -424,7 +424,6 @@ class Monitor:
             smoothed[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
             smoothed["step_time_s"] = self.throughput.step_time_s
             smoothed |= self.throughput.mfu_fields(rate)
-            self._alerts.mfu(smoothed.get("mfu"))
         eta_s = self.throughput.eta_s(self.total_steps - record["step"])
         self._log(
             console.step_line(
