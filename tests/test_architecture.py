@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_685,
-    "package code lines": 47_738,
-    "test lines": 49_653,
+    "package lines": 66_240,
+    "package code lines": 47_362,
+    "test lines": 49_317,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -8,40 +8,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.core import matmul
-from jaxdist.core.axis import Axis
-from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel import axes
-from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.parallel.data import DATA
 from jaxdist.hardware import Gpu
 from jaxdist.plan.compiled.check import CompiledStep
-from jaxdist.plan.estimate.attention import imbalance
 from jaxdist.plan.estimate.cost import (
     DAY_S,
     CheckpointCost,
     Limits,
-    RunCost,
-    break_even,
     checkpoint_bytes,
 )
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges, smallest_changes
+from jaxdist.plan.estimate.search import smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import (
     USUAL_DAYS,
     Plan,
     Size,
-    Sizes,
     compared,
     narrow_problems,
-    nearest,
     right_sizes,
     size_of,
     smaller_batch,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
-from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
 """Suggest a narrow `matmul_dtype` if the step then takes less than this share of its time."""
@@ -60,13 +49,10 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
     return [
         *_fit(plan, config),
         *_dtype(plan),
-        *_mesh(plan),
-        *_exchange(plan),
         *_size(plan, config, catalog),
         *_batch(plan),
         *_checkpoints(plan),
         *_restart(plan),
-        *_spot(plan, config),
         *_compiler(plan),
     ]
 
@@ -148,144 +134,25 @@ def _step_s(plan: Plan, matmul_dtype: Any) -> float:
     return estimate_time(Job.of(config, job.spec, job.cluster, job.model)).seconds
 
 
-def _mesh(plan: Plan) -> Iterator[Advice]:
-    choice, spec = plan.choice, plan.choice.job.spec
-    if plan.cluster.num_gpus == 1:
-        yield Advice("mesh", "one GPU: nothing to split.")
-        return
-    reasons = [_on_data(plan)]
-    by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
-    reasons += [_on_axis(plan, axis) for axis in by_complexity if axis is not DATA]
-    if choice.job.config.mesh.zero:
-        reasons.append(
-            f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
-            f"{spec[DATA]} replicas."
-        )
-    yield Advice("mesh", " ".join(filter(None, reasons)))
-
-
-def _on_data(plan: Plan) -> str:
-    spec = MeshSpec.over(DATA, plan.cluster.num_gpus)
-    alone = next((c for c in plan.search.choices if c.job.spec == spec), None)
-    if alone is None:
-        return "Data parallelism alone is not legal for this run."
-    size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
-    if not alone.fits:
-        state = in_bytes(alone.memory.state_bytes)
-        return (
-            f"Data parallelism alone does not fit: it needs {size} of {limit}, {state} of that for "
-            "parameters, moments and other state."
-        )
-    if plan.choice.job.spec == alone.job.spec:
-        return f"Data parallelism alone is enough: a replica takes {size} of {limit}."
-    speed = _compared(alone, plan.choice)
-    return f"Data parallelism alone also fits ({size}) and is {speed}."
-
-
-def _on_axis(plan: Plan, axis: Axis) -> str:
-    """Return why the mesh uses an axis, or its effect on speed, as text; "" if unknown."""
-    used = plan.choice.job.spec[axis]
-    others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
-    fitting = [c for c in others if c.fits]
-    short, what = axis.short, f"({axis.help})"
-    if used > 1 and not others:
-        return f"{short}={used} {what}: no mesh without it is legal."
-    if used > 1 and not fitting:
-        least = min(others, key=lambda c: c.memory.total_bytes)
-        size = in_bytes(least.memory.total_bytes)
-        return (
-            f"{short}={used} {what}: nothing fits without it; the least, {least.job.spec}, needs "
-            f"{size}."
-        )
-    if axis is CONTEXT and not others and plan.choice.job.model.context_parallel:
-        return (
-            f"Use {short} {what} when rows have {CONTEXT_FROM:,} tokens or more, or when one row "
-            "does not fit."
-        )
-    if not fitting:
-        return ""
-    other = min(fitting, key=lambda c: c.time.seconds)
-    speed = _compared(other, plan.choice)
-    if used > 1:
-        return f"{short}={used} {what}: the fastest mesh without it ({other.job.spec}) is {speed}."
-    return f"No {short}: the fastest mesh with it ({other.job.spec}) is {speed}."
-
-
-def _compared(other: Candidate, choice: Candidate) -> str:
-    other_s, chosen_s = other.time.seconds, choice.time.seconds
-    if abs(other_s / chosen_s - 1) < 0.02:
-        return "as fast, within the accuracy of the estimate"
-    return relative_speed(other_s, chosen_s)
-
-
-def _exchange(plan: Plan) -> Iterator[Advice]:
-    choice = plan.choice
-    job, used = choice.job, choice.job.plan.exchange
-    if used is None:
-        return
-    sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
-    allowed = exchanges(job)
-    for name in allowed:
-        if name != used.exchange:
-            other = Candidate.of(job.changed("mesh", context_attention=name))
-            size = in_bytes(other.memory.total_bytes)
-            fits = "" if other.fits else f" and does not fit ({size})"
-            sentences.append(f"{name} is {_compared(other, choice)}{fits}.")
-    if imbalance(job) > _UNEVEN:
-        packed = job.config.data.packs_documents
-        rows = "rows of 16 documents of random lengths" if packed else "this window"
-        shares = [
-            f"{name} {percent(imbalance(job.changed('mesh', context_attention=name)), 0)}"
-            for name in allowed
-        ]
-        sentences.append(
-            f"With {rows} the busiest device attends to more keys than the average, which the "
-            f"times include: {', '.join(shares)}."
-        )
-    missing = [name for name in _EXCHANGES if name not in allowed]
-    if missing:
-        sentences.append(f"Heads, nodes or the kernel do not allow {join_choices(missing)}.")
-    yield Advice("context attention", " ".join(sentences))
-
-
-_UNEVEN = 0.05  # do not mention a smaller load imbalance
-_EXCHANGES = {
-    "ring": "keys and values travel from device to device while the local ones are multiplied",
-    "all_gather": "every device gets all keys and values",
-    "all_to_all": "an all-to-all gives each device complete rows of some heads",
-    "hybrid": "an all-to-all between neighbors, and a ring of keys and values between groups",
-}
-
-
 def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
-    gpus = compared(catalog, plan.cluster.gpu)
-    sizes = right_sizes(config, gpus, state_bytes, model)
-    if sizes.best:
-        offers = "; ".join(_offer(size) for size in sizes.best[:4])
-        yield Advice(
-            "other GPUs",
-            f"Of 1, 2, 4, ... GPUs of a type, {_within(plan, sizes)}, cheapest first: {offers}.",
-        )
-    elif not sizes.tried:
-        yield Advice(
-            "other GPUs",
-            "No mesh without a pipeline of 1, 2, 4, ... GPUs of any type fits the run and is legal "
-            f"for a batch of {plan.base.train.global_batch_size} rows. Use a smaller model, "
-            "a shorter train.seq_len or a larger batch, which more GPUs can share.",
-        )
+    sizes = right_sizes(config, compared(catalog, plan.cluster.gpu), state_bytes, model)
+    batch = plan.base.train.global_batch_size
+    if sizes:
+        within = f"within {USUAL_DAYS:.0f} days if possible"
+        within = "within the deadline and budget" if plan.limits != Limits() else within
+        text = f"Of 1, 2, 4, ... GPUs of a type, the fewest that fit and end {within}, cheapest "
+        text += f"first: {'; '.join(_offer(size) for size in sizes[:4])}."
     else:
-        yield Advice("other GPUs", _beyond_limits(plan, sizes))
+        text = (
+            "Impossible: no mesh without a pipeline of 1, 2, 4, ... GPUs of any type fits the run, "
+            f"is legal for a batch of {batch} rows, and meets --deadline and --budget. Raise them, "
+            "or use a smaller model, a shorter train.seq_len or a larger batch, which more GPUs "
+            "can share."
+        )
+    yield Advice("other GPUs", text)
     if plan.fits:
         yield Advice("more GPUs", _scaling(plan, config))
-
-
-def _within(plan: Plan, sizes: Sizes) -> str:
-    if not plan.limits.days and sizes.best[0].cost.days > USUAL_DAYS:
-        return f"the fastest that fit (none ends within {USUAL_DAYS:.0f} days)"
-    if plan.limits != Limits():
-        return "the fewest that fit within the deadline and budget"
-    return f"the fewest that fit and end within {USUAL_DAYS:.0f} days"
 
 
 def _offer(size: Size) -> str:
@@ -293,22 +160,6 @@ def _offer(size: Size) -> str:
         f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
         f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
     )
-
-
-def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
-    """Return text: no number of GPUs meets the limits, and which deadline or budget would do."""
-    in_time, affordable = nearest(sizes, plan.limits)
-    sentences = [
-        "Impossible: no mesh without a pipeline of 1, 2, 4, ... GPUs of any type meets deadline "
-        f"and budget with a batch of {plan.base.train.global_batch_size} rows."
-    ]
-    if in_time is not None and plan.limits.money:
-        sentences.append(f"--budget {math.ceil(in_time.cost.money)} would do: {_offer(in_time)}.")
-    if affordable is not None and plan.limits.days:
-        hours = math.ceil(24 * affordable.cost.days)
-        sentences.append(f"--deadline {hours}h would do: {_offer(affordable)}.")
-    sentences.append("Fewer tokens or a larger batch, which more GPUs can share, would do too.")
-    return " ".join(sentences)
 
 
 def _scaling(plan: Plan, config: PlanConfig) -> str:
@@ -321,24 +172,11 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
             f"train.global_batch_size={plan.base.train.global_batch_size} and fits. Use a larger "
             "batch."
         )
-    time = double.choice.time
-    gain = time.tokens_per_s / best.time.tokens_per_s
-    verdict = "worth it if time matters" if gain > _WORTH_IT else "not worth it"
-    compute = ("products", "attention", "memory-bound kernels")
-    seconds, rest = max((s, name) for name, s in time.parts.items() if name not in compute)
-    text = (
-        f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
-        f"({double.choice.job.spec}; {duration(DAY_S * double.cost.days)}, "
-        f"{money(double.cost.money, 'USD')}): {verdict}. "
-        f"{percent(seconds / time.seconds, 0)} of a step is then {rest}."
+    gain = double.choice.time.tokens_per_s / best.time.tokens_per_s
+    return (
+        f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money: "
+        f"{_offer(double)}."
     )
-    if gain <= _WORTH_IT:
-        return text
-    four = size_of(config, plan.cluster.resized(2 * number), model)
-    return text if four is None else f"{text} {_offer(four)}."
-
-
-_WORTH_IT = 1.6  # minimum speedup to recommend twice the GPUs
 
 
 def _batch(plan: Plan) -> Iterator[Advice]:
@@ -348,19 +186,11 @@ def _batch(plan: Plan) -> Iterator[Advice]:
         f"GPUs, so optim.peak_lr={optim.peak_lr:g} remains valid. If you change "
         f"train.global_batch_size, {_lr_scaling(plan)} adapts the rate."
     )
-    if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
-        text += (
-            f" Each of the {job.spec.num_replicas} replicas has one row at a time: more replicas "
-            "need a larger batch or fewer microbatches."
-        )
     if (largest := plan.largest_batch) is not None:
         text += (
             f" The largest batch that fits at once, by the estimate: {largest.job.rows} rows on "
             f"each replica, {largest.command(plan.base)}."
         )
-    warmup = optim.warmup_steps / max(1, plan.base.train.steps)
-    if warmup > 0.2:
-        text += f" Warmup is {percent(warmup, 0)} of the run; a few percent is usual."
     yield Advice("batch and learning rate", text)
 
 
@@ -418,27 +248,6 @@ def _save_flag(plan: Plan, cost: CheckpointCost) -> str:
     return f"--checkpoint.save-interval-steps {max(1, round(interval))}"
 
 
-def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
-    gpu = plan.cluster.gpu
-    if gpu.price_per_hour <= 0:
-        return
-    share = gpu.spot_price_per_hour / gpu.price_per_hour
-    even = break_even(plan.checkpoints, price_share=share)
-    cheaper = plan.spot.money < plan.on_demand.money
-    yield Advice(
-        "spot",
-        f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
-        f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
-        f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
-        f"{_save_flag(plan, plan.spot_checkpoints)}; the two cost the same at {even:.0f} "
-        "interruptions a day.",
-    )
-
-
-def _cost(cost: RunCost) -> str:
-    return f"{money(cost.money, 'USD')} and takes {duration(DAY_S * cost.days)}"
-
-
 def _compiler(plan: Plan) -> Iterator[Advice]:
     if plan.check is None:
         return
@@ -450,10 +259,4 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
         )
     if isinstance(plan.check.outcome, CompiledStep):
         for remark in plan.check.outcome.remarks:
-            text = remark.text
-            if remark.kind == "memory" and plan.fits:
-                text = (
-                    "XLA tried to stay below 80 % of the GPU's memory by recomputing and could "
-                    "not. The step still fits."
-                )
-            yield Advice(f"compiler: {remark.kind}", text)
+            yield Advice(f"compiler: {remark.kind}", remark.text)

@@ -291,6 +291,8 @@ def compared(catalog: Mapping[str, Gpu], requested: Gpu) -> dict[str, Gpu]:
 
 def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
     """Return the best candidate without a pipeline, and its cost; None if no legal one fits."""
+    if narrow_problems(config.precision.matmul_dtype, model.num_layers, cluster.gpu):
+        return None
     best = search(config.run, cluster, model, stages=False).best
     if best is None:
         return None
@@ -324,47 +326,25 @@ USUAL_DAYS = 90.0
 """Longest run in days of an advised size if there is no deadline, unless all take longer."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Numbers of GPUs for a run, for several GPU types: those `tried` that fit, and the `best`.
-
-    `best` has the smallest size of each type that meets the deadline, or `USUAL_DAYS` without one;
-    if none meets the latter, the fastest of each. None is above the budget. Cheapest first.
-    """
-
-    best: tuple[Size, ...]
-    tried: tuple[Size, ...]
-
-
 def right_sizes(
     config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
-) -> Sizes:
-    """Try 1, 2, 4, ... GPUs of each type in `catalog`; return the sizes (see `Sizes`)."""
+) -> list[Size]:
+    """Return the smallest size of each GPU type that meets deadline and budget, cheapest first.
+
+    Without a deadline the limit is `USUAL_DAYS`; if no type meets it, the fastest sizes are best.
+    """
     limits = config.limits
     within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
-    best: list[Size] = []
-    tried: list[Size] = []
+    in_time: list[Size] = []
     fastest: list[Size] = []
     for gpu in catalog.values():
-        here: list[Size] = []
+        tried: list[Size] = []
         for size in sizes_of(config, gpu, state_bytes, model):
-            here.append(size)
+            tried.append(size)
             if not within.late(size.cost):  # else try more of them, which are faster
-                best.append(size)
+                in_time.append(size)
                 break
-        tried += here
-        fastest += [min(here, key=lambda size: size.cost.days)] if here else []
-    if not best and not limits.days:
-        best = fastest
-    best = [size for size in best if not limits.dear(size.cost)]
-    return Sizes(best=tuple(sorted(best, key=lambda size: size.cost.money)), tried=tuple(tried))
-
-
-def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
-    """Return the cheapest size within the deadline, and the fastest within the budget, or None."""
-    in_time = [size for size in sizes.tried if not limits.late(size.cost)]
-    affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
-    return (
-        min(in_time, key=lambda size: size.cost.money, default=None),
-        min(affordable, key=lambda size: size.cost.days, default=None),
-    )
+        fastest += sorted(tried, key=lambda size: size.cost.days)[:1]
+    best = in_time or ([] if limits.days else fastest)
+    affordable = [size for size in best if not limits.dear(size.cost)]
+    return sorted(affordable, key=lambda size: size.cost.money)

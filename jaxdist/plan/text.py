@@ -6,16 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from jaxdist.core.parallel.pipeline.simulation import draw, simulate
+from jaxdist.core.parallel.pipeline.simulation import draw
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
-from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
@@ -127,16 +124,6 @@ def _memory(plan: Plan) -> Iterable[str]:
         remark += f"{plan.cluster.disk_bytes_per_s / 1e9:g}; twice the bytes during a save"
         rows.append(("  moments on a node's disk", in_bytes(memory.disk_bytes), remark))
     yield from _aligned(rows)
-    if memory.disk_bytes:
-        time, job = plan.choice.time, plan.choice.job
-        fast = moment_bytes(job) / HOST_BYTES_PER_S
-        tokens = moved / (time.seconds - moved) * time.tokens_per_step
-        yield from wrap(
-            f"the disk takes {percent(moved / time.seconds)} of a step, and half of a step with "
-            f"{tokens:,.0f} tokens. --train.offload-optimizer=host takes {duration(fast)} if the "
-            f"host has {in_bytes(memory.disk_bytes)} for the moments",
-            head="  ",
-        )
     if memory.is_rough:
         yield "  activations are an upper bound, traced from the model before any compiler fuses"
     job = plan.choice.job
@@ -288,24 +275,8 @@ def _advice(advice: Sequence[Advice]) -> Iterable[str]:
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
-    """Return diagrams of each pipeline schedule for these sizes, and a table comparing them."""
+    """Return a diagram of each pipeline schedule for these sizes."""
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
     if num_virtual_stages > 1:
         tables.append(make_schedule("1f1b", num_stages, num_microbatches, num_virtual_stages))
-    drawn = [draw(table) for table in tables]
-    return "\n\n".join([*drawn, comparison(tables)])
-
-
-def comparison(tables: list[Schedule]) -> str:
-    """Return a table: bubble, time, saved activations and messages of each pipeline schedule."""
-    rows = [("schedule", "bubble", "time", "peak stash", "messages")]
-    for table in tables:
-        report = simulate(table)
-        many = table.num_virtual_stages
-        name = table.name + (f" × {many} virtual stages" if many > 1 else "")
-        # Counted in complete stages, to compare schedules with and without virtual stages.
-        stash = max(report.peak_stash) / many
-        numbers = (percent(report.bubble), f"{report.duration / many:.1f}", f"{stash:.1f}")
-        rows.append((name, *numbers, str(report.messages)))
-    below = "time in forwards of a stage; stash in microbatches of a stage's activations"
-    return "\n".join([*columns(rows), below])
+    return "\n\n".join(map(draw, tables))

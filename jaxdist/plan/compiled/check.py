@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.axes import row_axes
 from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
@@ -70,11 +69,9 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A notable fact of the compiled program or of the compiler's log."""
+    """A notable fact of the compiled program."""
 
-    kind: Literal[
-        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "offload"
-    ]
+    kind: Literal["synchronous", "attention", "offload"]
     text: str
 
 
@@ -243,7 +240,7 @@ def _interpret(
             reason="; ".join(facts["refused"]),
             fix="Change the settings or the mesh.",
         )
-    return _read(facts, log)
+    return _read(facts)
 
 
 def _last_error(log: str, code: int) -> str:
@@ -253,7 +250,7 @@ def _last_error(log: str, code: int) -> str:
     return lines[-1][:300] if lines else f"exit code {code}"
 
 
-def _read(facts: dict[str, Any], log: str) -> CompiledStep:
+def _read(facts: dict[str, Any]) -> CompiledStep:
     kinds: dict[str, Any] = {"buffers": Buffer, "collectives": Collective}
     lists: dict[str, Any] = {
         name: tuple(
@@ -266,29 +263,11 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
     step = CompiledStep(
         **{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"]), "remarks": ()}
     )
-    return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
-
-
-def _log_remarks(log: str) -> Iterator[Remark]:
-    rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
-    if rematerialized:
-        yield Remark(
-            "rematerialization",
-            f"the partitioner gathers {len(rematerialized)} arrays completely because it found "
-            f"no cheaper resharding ({', '.join(rematerialized[:3])}). This "
-            "affects only models whose tensor parallelism is left to XLA.",
-        )
-    limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
-    if limits:
-        yield Remark(
-            "memory",
-            f"before buffer assignment the compiler aimed at {limits[-1]} and could not reach it "
-            "by recomputing. It compiles anyway, so check the total.",
-        )
+    return dataclasses.replace(step, remarks=tuple(_step_remarks(step)))
 
 
 def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
-    """Yield remarks on offload, exposed large collectives, narrow sums and unfused attention."""
+    """Yield remarks on offload, exposed large collectives and unfused attention."""
     yield from (Remark("offload", problem) for problem in step.offload)
     sends = lambda c: step.runs(c) * c.wire_bytes
     large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
@@ -300,17 +279,6 @@ def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
             f"{len(waited)} collectives above {in_bytes(_SYNCHRONOUS_BYTES)} overlap with nothing, "
             f"{percent(total / sent, 0)} of what a step sends ({in_bytes(total)}); the largest is "
             f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
-        )
-    narrow: dict[str, set[str]] = {}
-    for c in step.collectives:
-        if c.kind in ("all-reduce", "reduce-scatter") and set(row_axes()) & set(c.axes):
-            for dtype in set(c.dtypes) & {"bf16", "f16"}:
-                narrow.setdefault(dtype, set()).add("+".join(c.axes))
-    for dtype, axes in narrow.items():
-        yield Remark(
-            "reduction dtype",
-            f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
-            "(precision.reduce_dtype).",
         )
     if step.attention == "xla":
         yield Remark(
