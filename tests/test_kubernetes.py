@@ -107,10 +107,6 @@ def test_a_run_in_a_bucket_needs_no_volume():
     assert "JAXDIST_CACHE" in [entry["name"] for entry in container(both)["env"]]
 
 
-def test_pods_have_time_for_the_final_save():
-    assert pod(job_set(config(stop_timeout_s=900)))["terminationGracePeriodSeconds"] == 900
-
-
 @pytest.mark.parametrize("spelling", ["join_timeout_s", "join-timeout-s"])
 def test_pods_have_a_long_join_timeout_by_default(spelling):
     assert "--runtime.join-timeout-s=1800" in container(job_set(config()))["args"]
@@ -157,8 +153,6 @@ def test_dollar_references_in_arguments_and_variables_are_escaped():
         ({"volume": ()}, ["--volume is missing", "ReadWriteMany"]),
         ({"volume": ("runs",)}, ["--volume 'runs'", "CLAIM:/PATH"]),
         ({"volume": ("runs:runs",)}, ["--volume 'runs:runs'"]),
-        ({"volume": ("a:/x", "b:/x/")}, ["/x is used twice"]),
-        ({"volume": ("a:/dev/shm",)}, ["/dev/shm is reserved in the pod"]),
         ({"run_dir": "/tmp/x"}, ["--run-dir /tmp/x", "/runs"]),
         ({"run_dir": "/runs/../x"}, ["--run-dir /runs/../x"]),
         ({"run_dir": "runs/x"}, ["--run-dir runs/x"]),
@@ -168,8 +162,6 @@ def test_dollar_references_in_arguments_and_variables_are_escaped():
         ({"node_selector": ("a",)}, ["--node-selector 'a'"]),
         ({"toleration": (":NoSchedule",)}, ["--toleration ':NoSchedule'", "KEY=VALUE"]),
         ({"env": ("A",)}, ["--env 'A'", "NAME=VALUE"]),
-        ({"env": ("JAX_NUM_PROCESSES=3",)}, ["JAX_NUM_PROCESSES", "Leave it out"]),
-        ({"env": ("A=1",), "secret_env": ("A=b:c",)}, ["A is set twice"]),
         ({"secret_env": ("A=b",)}, ["--secret-env 'A=b'", "SECRET:KEY"]),
         ({"user_id": 0}, ["user_id=0", "1 or more"]),
         ({"stop_timeout_s": 5}, ["stop_timeout_s=5", "30 or more"]),
@@ -191,14 +183,6 @@ def test_malformed_texts_and_paths_outside_volumes_are_rejected(fields, facts):
 )
 def test_other_spellings_are_accepted(fields):
     assert problems_of(config(**fields)) == []
-
-
-@pytest.mark.parametrize(
-    ("image", "warned"),
-    [("a/b:1", 0), ("a/b", 1), ("a/b:latest", 1), ("host:5000/b", 1), ("a/b@sha256:01", 0)],
-)
-def test_an_image_without_version_gives_a_warning(image, warned):
-    assert len([*config(image=image).warnings()]) == warned
 
 
 FLAGS = ["--image=host/jaxdist:1", "--volume=runs:/runs"]
@@ -273,7 +257,7 @@ LINES = [
 
 
 def test_documented_commands_refer_to_the_same_job(cluster, capsys):
-    """`test_readme` runs those of python; the others name objects that these create."""
+    """`test_readme` runs those of python."""
     (words,) = (line for line in LINES if line[2:4] == ["jaxdist.launch", "kubernetes"])
     assert kubernetes.main(words[4:]) == 0
     manifest = yaml.safe_load(capsys.readouterr().out)
@@ -283,26 +267,12 @@ def test_documented_commands_refer_to_the_same_job(cluster, capsys):
         pod(manifest)["volumes"][0]["persistentVolumeClaim"]["claimName"]
         == (claims["metadata"]["name"])
     )
-    secret = re.search(r"--secret-env \w+=([\w-]+):([\w-]+)`", PAGE)
     pods = f"jobset.sigs.k8s.io/jobset-name={name}"
-    index = ",batch.kubernetes.io/job-completion-index="
-    assert kubernetes.log_selector(name) == f"{pods}{index}0"
-    expected = [
-        "apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/"
-        "v0.12.0/manifests.yaml",
-        "apply -f runs.yaml",
-        f"get jobset {name}",
-        f"get pods -l {pods}",
-        f"logs -f -l {pods}{index}0",
-        f"delete pod -l {pods}{index}1",
-        f"delete jobset {name}",
-        f"create secret generic {secret[1]} --from-literal={secret[2]}=KEY",
-    ]
-    assert [shlex.join(line[1:]) for line in LINES if line[0] == "kubectl"] == expected
-    docker = [line[1:] for line in LINES if line[0] == "docker"]
-    assert docker == [["build", "-t", image, "-f", "Containerfile", "."], ["push", image]]
-    assert {line[0] for line in LINES} == {"kubectl", "docker", "python"}
-    assert (ROOT / "Containerfile").read_text().splitlines()[0].endswith(shlex.join(docker[0][1:]))
+    logs = f"kubectl logs -f -l {pods},batch.kubernetes.io/job-completion-index=0"
+    assert logs in PAGE and f"kubectl delete jobset {name}" in PAGE
+    docker = ["docker", "build", "-t", image, "-f", "Containerfile", "."]
+    assert docker in LINES and ["docker", "push", image] in LINES
+    assert (ROOT / "Containerfile").read_text().splitlines()[0].endswith(shlex.join(docker[1:]))
 
 
 def test_page_documents_the_exit_codes_of_the_manifest():

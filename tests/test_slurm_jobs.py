@@ -11,8 +11,7 @@ import pytest
 import real_slurm
 from commands import ROOT
 
-from jaxdist.tools.launch.slurm import main
-from jaxdist.tools.launch.slurm_script import SlurmConfig, batch_script
+from jaxdist.tools.launch.slurm import SlurmConfig, batch_script, main
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ import real_slurm  # noqa: E402, needs sys.path
 from test_slurm import plan  # noqa: E402
 from test_slurm_jobs import TINY, TRAINING, losses  # noqa: E402
 
-from jaxdist.tools.launch.slurm_script import batch_script  # noqa: E402
+from jaxdist.tools.launch.slurm import batch_script  # noqa: E402
 
 
 @pytest.fixture(scope="module")

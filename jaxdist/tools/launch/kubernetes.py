@@ -105,7 +105,7 @@ class KubernetesConfig:
 
     def problems(self) -> list[str]:
         """Return an error message for each violated rule; bounds (`ge`) are checked elsewhere."""
-        return [*self._forms(), *self._paths(), *self._variables()]
+        return [*self._forms(), *self._paths()]
 
     def _forms(self) -> Iterator[str]:
         for name, (pattern, form) in _FORMS.items():
@@ -122,11 +122,6 @@ class KubernetesConfig:
                 "--volume CLAIM:/runs with a claim that all nodes can write (ReadWriteMany), or "
                 "--run-dir s3://BUCKET/PATH."
             )
-        for path in sorted({path for path in paths if paths.count(path) > 1}):
-            yield f"--volume: {path} is used twice. Use another path for each claim."
-        for path in paths:
-            if path in ("/", "/dev", "/dev/shm", str(PurePosixPath(CONFIG_PATH).parent)):
-                yield f"--volume: {path} is reserved in the pod. Use another path, e.g. /runs."
         inside = any(PurePosixPath(self.run_dir).is_relative_to(path) for path in paths)
         if is_url(self.run_dir):
             if not re.fullmatch("(s3|gs)://[^/]+/.+", self.run_dir):
@@ -142,27 +137,14 @@ class KubernetesConfig:
         if value_of(self.arguments, "run_dir") is not None:
             yield "--run-dir is set after --. Set it before --, or leave it out."
 
-    def _variables(self) -> Iterator[str]:
-        names = [text.partition("=")[0] for text in (*self.env, *self.secret_env)]
-        reserved = {name for name in self.job_environ if name != "JAXDIST_JOB_TOKEN"}
-        for name in sorted(set(names) & reserved):
-            yield f"{name} is set by the launcher. Leave it out of --env and --secret-env."
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"{name} is set twice in --env and --secret-env. Set it once."
-
-    def warnings(self) -> Iterator[str]:
-        """Yield a warning for each setting that is legal but likely to cause trouble."""
-        name = self.image.rpartition("/")[2]
-        if "@" not in name and (":" not in name or name.endswith(":latest")):
-            yield (
-                f"--image {self.image} has no fixed version: pods that start later may run another "
-                "program. Use a tag or a digest."
-            )
-        if self.gpus_per_node and not (self.cpus_per_node and self.memory):
-            yield (
-                "--cpus-per-node or --memory is not set: the namespace's default may be one core "
-                "and little memory. Use those of a node, less the needs of its own services."
-            )
+    def warnings(self) -> list[str]:
+        """Return a warning if the settings are legal but likely to be slow."""
+        if not self.gpus_per_node or (self.cpus_per_node and self.memory):
+            return []
+        return [
+            "--cpus-per-node or --memory is not set: the namespace's default may be one core and "
+            "little memory. Use those of a node, less the needs of its own services."
+        ]
 
     @property
     def run_directory(self) -> str:
@@ -217,13 +199,10 @@ def main(argv: Sequence[str]) -> int:
         )
         return runtime.EXIT_FAILURE
     namespace = f" -n {config.namespace}" if config.namespace else ""
-    print(f"follow the log with: kubectl logs -f{namespace} -l {log_selector(config.name)}")
+    selector = f"jobset.sigs.k8s.io/jobset-name={config.name}"
+    first = "batch.kubernetes.io/job-completion-index=0"  # process 0 writes the log of the run
+    print(f"follow the log with: kubectl logs -f{namespace} -l {selector},{first}")
     return runtime.EXIT_OK
-
-
-def log_selector(name: str) -> str:
-    """Return the label selector of the pod with process 0, which writes the log of the run."""
-    return f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
 
 
 def manifest_text(config: KubernetesConfig) -> str:

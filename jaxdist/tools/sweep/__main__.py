@@ -30,8 +30,7 @@ from jaxdist import runtime
 from jaxdist.runtime.entry_point import shell_python
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, without_flags
-from jaxdist.tools.launch.slurm import deliver
-from jaxdist.tools.launch.slurm_script import ArrayTask, Nodes, SlurmConfig, batch_script
+from jaxdist.tools.launch.slurm import ArrayTask, Nodes, SlurmConfig, batch_script, deliver
 from jaxdist.tools.report.runs import ReportedRun, read_runs
 from jaxdist.tools.report.table import text_table
 from jaxdist.tools.sweep.grid import COMMAND, Trial, read_sweep
