@@ -23,7 +23,7 @@ from jaxdist.models.weights import num_params as count
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.settings.schema import fields_of
-from jaxdist.tools.launch.local import read_config as launch_config
+from jaxdist.tools.launch.__main__ import read_config as launch_config
 
 pytestmark = pytest.mark.smoke
 

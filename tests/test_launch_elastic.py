@@ -12,7 +12,7 @@ from launched import Launched
 from refusals import missing
 
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch.local import read_config
+from jaxdist.tools.launch.__main__ import read_config
 from jaxdist.tools.launch.membership import (
     ElasticConfig,
     LegalSizes,
