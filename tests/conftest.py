@@ -82,17 +82,16 @@ def propagating(monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
 
 
-LONGEST = [
-    *("mesh_matrix", "notebooks", "train_debug"),
-    *("launch_elastic_train", "launch_faults", "kubernetes_pods"),
-]
-"""Files with few slow tests. Those that depend on process timing come second, because `.ci/run`
-builds and installs packages at the same time as the first.
-"""
+SLOW_TEST = 25
+"""Time of an average slow test, in fast ones."""
+
+LONG_TESTS = {"kubernetes_pods": 100, "launch_elastic_train": 100, "launch_faults": 100}
+"""Files with few slow tests of some minutes, and their additional time in fast tests."""
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has selected
 def pytest_collection_modifyitems(config, items):
-    """Run the longest files first, then those with the most tests (needs `--no-loadscope-reorder`).
+    """Run the longest files first (needs `--no-loadscope-reorder`), by the number of their tests.
 
     Tests marked `product` run only if `-m` names the mark.
 
@@ -104,9 +103,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("product")]
     name = lambda item: item.path.stem.removeprefix("test_")
-    tests = Counter(map(name, items))
-    ranks = {each: rank for rank, each in enumerate(LONGEST)}
-    items.sort(key=lambda item: (ranks.get(name(item), len(ranks)), -tests[name(item)]))
+    times = Counter(LONG_TESTS)
+    for item in items:
+        times[name(item)] += SLOW_TEST if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: -times[name(item)])
 
 
 HANDLERS = {
