@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -350,36 +349,6 @@ def test_orbax_reads_saved_arrays(tmp_path):
     restored = ocp.StandardCheckpointer().restore(tmp_path / "1" / "arrays", target)
     assert restored["rest"]["step"] == 1
     jax.tree.map(np.testing.assert_array_equal, restored["params"], params)
-
-
-def test_thread_switch_interval_is_restored_after_a_save(tmp_path, monkeypatch):
-    usual = sys.getswitchinterval()
-    seen = []
-    start = orbax_io.OrbaxWriter.start
-    look = lambda *args: (seen.append(sys.getswitchinterval()), start(*args))
-    monkeypatch.setattr(orbax_io.OrbaxWriter, "start", look)
-    writer = checkpointer(tmp_path)
-    writer.save(1, small_state(), {})
-    writer.close()
-    assert seen[0] < usual == sys.getswitchinterval()
-
-
-def test_saves_share_one_thread_that_ends_on_close(tmp_path):
-    """Starting another thread would delay training."""
-
-    def waiting() -> set[threading.Thread]:
-        return {t for t in threading.enumerate() if t.name.startswith("checkpoint-finish")}
-
-    before, seen = waiting(), set()
-    writer = checkpointer(tmp_path)
-    for step in (1, 2, 3):
-        writer.save(step, small_state(), {})
-        writer.wait()
-        seen |= waiting() - before
-    writer.close()
-    (thread,) = seen
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_second_save_waits_and_logs_it(tmp_path, monkeypatch):

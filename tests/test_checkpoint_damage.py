@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import time
 import types
 from pathlib import Path
 
@@ -194,27 +193,6 @@ def test_corrupt_mark_stays_until_the_step_is_saved_again(run):
     assert opened.choose() == 4
 
 
-def test_clock_running_backwards_has_no_effect(run, monkeypatch):
-    """The newest checkpoint is the highest step, whatever the clock and the file times are."""
-    for number, step in enumerate(STEPS):  # the older checkpoint has the newer files
-        for file in all_files(run.path / str(step)):
-            os.utime(file, (2_000_000_000 - number * 10**8,) * 2)
-    clock = iter(range(10**9, 0, -1000))
-    monkeypatch.setattr(time, "time", lambda: next(clock))
-    monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
-    opened = run.open(max_to_keep=2)
-    restored, _, step = opened.restore(like(state_at(4)))
-    assert step == 4
-    assert_is_step(restored, 4)
-    for step in (6, 8, 10):
-        opened.save(step, state_at(step), {}, force=True)
-        assert opened.wait() is True
-    assert opened.steps() == [8, 10] and opened.choose() == 10
-    # Saves by the minute: after the clock goes back, the next save waits, and nothing breaks.
-    assert opened.due(11, now=-1e9) == ""
-    assert opened.due(11, now=1e9) == "interval"
-
-
 def test_start_is_refused_every_time_if_all_are_damaged(run):
     for step in STEPS:
         flip_bit(run.path / str(step) / "meta" / "metadata")
@@ -225,12 +203,6 @@ def test_start_is_refused_every_time_if_all_are_damaged(run):
         assert "checkpoint 2: meta/metadata" in str(caught.value)
         assert "checkpoint 4: meta/metadata" in str(caught.value)
         opened.close()
-
-
-def test_empty_run_has_no_checkpoint(tmp_path):
-    opened = Checkpointer(tmp_path / "new", CheckpointConfig())
-    assert opened.choose() is None and opened.steps() == []
-    opened.close()
 
 
 def test_read_only_access_changes_no_file(run):

@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from commands import records, run_here, tiny
 from refusals import refused
 from test_checkpoint import checkpointer, small_state
 
@@ -74,3 +75,13 @@ def test_preflight_runs_concurrently_with_other_work(tmp_path, monkeypatch):
     writer.start_preflight()
     assert threads == [threading.get_ident()]
     writer.close()
+
+
+def test_a_failed_preflight_ends_the_start_before_the_first_step(tmp_path, monkeypatch):
+    def failing(*_):
+        raise CheckpointError("no place")
+
+    monkeypatch.setattr("jaxdist.checkpoint.checkpointer.try_save_path", failing)
+    with refused("no place", error=CheckpointError):
+        run_here("train", *tiny("--steps=2"), f"--run-dir={tmp_path}")
+    assert records(tmp_path, "train") == []

@@ -13,7 +13,6 @@ from hf_models import write_model, write_tokenizer
 from refusals import refused
 
 from jaxdist import evaluate as command
-from jaxdist.run import evaluation_loop
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.trained_run import TrainedRun, run_at
 from jaxdist.runtime.storage import locate
@@ -195,26 +194,6 @@ def test_limited_evaluation_counts_only_its_rows(held):
     assert result["images"] == sums["weight"]
     assert result["loss"] == pytest.approx(sums["loss"] / sums["weight"], rel=1e-12)
     assert "perplexity" not in result
-
-
-def test_compiled_program_uses_all_its_arguments(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["evaluate", "none", "--nothing=1"])
-    with refused("nothing"):
-        command.main()
-
-
-def test_progress_receives_the_number_of_batches(held, monkeypatch):
-    totals, count = [], -(-held.num_rows // 8)
-
-    class RecordedProgress(evaluation_loop.Progress):
-        def __init__(self, what, total, unit):
-            totals.append(total)
-            super().__init__(what, total, unit)
-
-    monkeypatch.setattr(evaluation_loop, "Progress", RecordedProgress)
-    for max_batches in (0, 2, count + 1):
-        evaluated(held, max_batches=max_batches)
-    assert totals == [count, 2, count]
 
 
 QUESTIONS = [

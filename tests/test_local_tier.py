@@ -346,17 +346,6 @@ def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
     assert "local_save_failed" in [e["event"] for e in opened.pop_events()]
 
 
-def test_the_time_of_a_local_save_is_measured(job):
-    opened = job.open()
-    opened.save(1, state_of(1), {"next": 1}, due="local")
-    opened.close()
-    (saved,) = [e for e in opened.pop_events() if e["event"] == "local_save"]
-    num_bytes = sum(p.stat().st_size for p in job.disk.rglob("*") if p.parent.name == "1")
-    manifest = next(job.disk.rglob("manifest.json")).stat().st_size
-    assert saved["bytes"] == num_bytes - manifest
-    assert 0 < saved["blocked_s"] <= saved["written_s"]
-
-
 def test_a_finished_run_leaves_nothing_on_local_disks(job):
     opened = job.open()
     opened.save(1, state_of(1), {"next": 1}, due="local")

@@ -1,17 +1,15 @@
 """Read the endpoint as Prometheus does; check that the dashboard queries existing metrics."""
 
-import contextlib
 import json
 import logging
 import re
 import socket
-import time
 import urllib.error
 import urllib.request
 
 import jax.numpy as jnp
 import pytest
-from commands import ROOT, Fork, free_port, tiny
+from commands import ROOT, free_port
 from monitored import header
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -165,20 +163,3 @@ def test_units_are_those_of_prometheus():
         "step_time_seconds": 0.5,
         "mfu": 0.4,
     }
-
-
-@pytest.mark.slow
-def test_a_training_run_is_scraped_while_it_runs(tmp_path):
-    port = free_port()
-    flags = tiny("--simulate=2", "--steps=400", f"--monitoring.prometheus=127.0.0.1:{port}")
-    process = Fork("jaxdist.train", *flags, "--run-dir", tmp_path / "run", cwd=tmp_path)
-    seen: list[float] = []
-    until = time.monotonic() + 120
-    try:
-        while len(set(seen)) < 3 and time.monotonic() < until and process.poll() is None:
-            with contextlib.suppress(OSError):
-                seen.append(fetch(port).get("jaxdist_step", 0.0))
-            time.sleep(0.1)
-    finally:
-        process.kill()
-    assert len(set(seen)) >= 3 and seen == sorted(seen)

@@ -9,7 +9,6 @@ import pickle
 import re
 import shlex
 import subprocess
-import time
 import tomllib
 
 import jax.numpy as jnp
@@ -110,15 +109,6 @@ def test_refused_data_is_kept_and_written_once(folder, monkeypatch):
     appender.close()
     assert file.read() == b"one\ntwo\nthree\nfour\n" and appender.pending == b""
     assert len(file.entries()) == 2 and file.parent.files() == ["a.jsonl"]
-
-
-def test_flush_returns_when_all_is_written(folder):
-    appender = (folder / "a.jsonl").appender()
-    appender.append(b"one\n")
-    start = time.monotonic()
-    flush_appended(timeout_s=20.0)
-    assert time.monotonic() - start < 10.0
-    appender.close()
 
 
 def test_refused_records_are_reported_once_and_none_is_lost(

@@ -184,16 +184,6 @@ def test_missing_text_ends_a_run_before_it_starts(text, source, facts):
         run_here("train", *TINY, f"--data.sources={source}", "--steps=1")
 
 
-def test_text_is_read_completely_over_a_bad_connection(text, server, monkeypatch):
-    with object_servers.troubled(server, every=3) as (address, done):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        store = objects._make_store("s3", "bucket", max_retries=5)
-        monkeypatch.setattr(objects, "_store", lambda *args: store)
-        stored = rows_of(f"{text[1]}/**/*.jsonl*")
-    assert stored.fingerprint == rows_of(f"{text[0]}/**/*.jsonl*").fingerprint
-    assert "cut" in done
-
-
 def test_images_and_text_are_distinguished_by_url(text):
     with refused("data.sources", "not a CIFAR-10 folder"):
         read_run(["--model", "cnn", f"--data.sources={text[1]}/notes.txt"], command="train")

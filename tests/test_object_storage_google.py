@@ -31,16 +31,6 @@ def test_google_storage_behaves_like_a_local_directory(folder, tmp_path):
     assert locate("gs:/bucket/a/") == folder.parent / "a"
 
 
-@pytest.mark.product
-def test_throttling_and_cut_connections_change_no_result(server, monkeypatch, tmp_path):
-    with object_servers.troubled(server, every=3) as (address, done):
-        monkeypatch.setenv("GOOGLE_BASE_URL", address)
-        store = objects._make_store("gs", "bucket", max_retries=5)
-        monkeypatch.setattr(objects, "_store", lambda *args: store)
-        assert history(locate("gs://bucket/troubled")) == history(locate(tmp_path / "run"))
-    assert {*done} == {"503", "cut"} and len(done) > 10
-
-
 def test_of_two_concurrent_lock_requests_one_is_refused(folder):
     take_a_lock_twice(folder)
 

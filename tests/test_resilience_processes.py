@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from fault_scenarios import HOST, findings
 from faulty_dataset import COUNT
-from launched_job import RECOVER_S, Job
+from launched_job import Job
 
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import read_records
@@ -37,12 +36,6 @@ def job(tmp_path):
     yield make
     for one in made:
         one.close()
-
-
-def step_times(job: Job) -> list[float]:
-    path = job.run_dir / "metrics.jsonl"
-    records = read_records(path) if path.exists() else []
-    return [r["step_time_s"] for r in records if r["kind"] == "train"]
 
 
 def test_flipped_bit_on_another_process_is_detected_and_rolled_back(job, monkeypatch):
@@ -99,22 +92,3 @@ def test_slow_process_and_nan_batch_are_named_with_their_cause(job):
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
     assert {event["step"] for event in events if event["event"] != "straggler"} == {17}
-
-
-def test_loader_that_turns_slow_during_the_run_is_named(job, capsys):
-    """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    faulty = job("turned", "--monitoring.log_interval_steps=2", INFREQUENT_SAVES, steps=60)
-    faulty.start()
-    faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
-    usual_s = statistics.median(step_times(faulty)[4:])
-    row_s = max(0.1, 4 * usual_s)  # per two rows; other programs may slow steps down too
-    (faulty.folder / "slow-1").write_text(f"{row_s:.3f}")
-    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
-    events = findings(faulty.run_dir)
-    assert {(event["process"], event["cause"]) for event in events} == {(1, "data")}
-    with capsys.disabled():
-        print(
-            f" steps of {1e3 * usual_s:.0f} ms, then batches of {2e3 * row_s:.0f}: named at step "
-            f"{events[0]['step']}",
-            end="",
-        )

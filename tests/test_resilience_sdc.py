@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import jax
 import numpy as np
@@ -179,28 +178,3 @@ def test_a_bit_flip_in_training_stops_the_run_or_rolls_it_back(tmp_path, monkeyp
     assert text.count('"event": "rollback"') == 1 and "device 6" in text
     assert losses(tmp_path / "back") == losses(tmp_path / "clean")
     assert '"sdc"' not in (tmp_path / "clean/metrics.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_check_takes_less_than_a_hundredth_of_training(capsys):
-    """At the default interval a check takes less than 1 % of the time of the steps between."""
-    case = COMPILED[0]
-    step, state = reference.step_of(case)
-    batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
-    subject = watch(case)
-    state, _ = step.train(state, batch, np.inf)
-    look(subject, state)
-    steps, checks = [], []
-    for _ in range(15):
-        begin = time.perf_counter()
-        state, _ = jax.block_until_ready(step.train(state, batch, np.inf))
-        steps.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        look(subject, state)
-        checks.append(time.perf_counter() - begin)
-    share = np.median(checks) / np.median(steps) / ResilienceConfig().sdc_check_interval_steps
-    with capsys.disabled():
-        print(
-            f" check {np.median(checks):.2e} s, step {np.median(steps):.2e} s: {share:.2%}", end=""
-        )
-    assert share < 0.01

@@ -212,23 +212,6 @@ def test_invalid_setups_are_refused_by_all_before_any_collective(body, text):
     assert text in err[0] and "Traceback" not in err[0]
 
 
-def test_port_in_use_is_refused_and_named():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        processes = Processes(
-            "runtime.join(RuntimeConfig(join_timeout_s=2))",
-            JAXDIST_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
-        )
-        _, errors = processes.processes[0].communicate(60)
-        for process in processes.processes:
-            process.kill()
-        # The previous attempt may still be ending: a retry makes sense.
-        assert processes.processes[0].returncode == 1
-        assert f"coordinator port {port}" in errors
-
-
 def test_process_that_never_joins_is_named_by_the_waiting_one():
     processes = Processes("""
         if INDEX == 1:
@@ -243,13 +226,6 @@ def test_process_that_never_joins_is_named_by_the_waiting_one():
     assert processes.processes[0].returncode == 1
     facts = "RendezvousError: process 1 of 2", "127.0.0.1:", f"to do:   {RendezvousError.advice}"
     assert missing(err, *facts) == []
-
-
-def test_missing_coordinator_is_reported_by_name():
-    processes = Processes("if INDEX == 0: return 0\nruntime.join(RuntimeConfig(join_timeout_s=1))")
-    codes, _, err = processes.end()
-    assert codes == [0, 1]
-    assert missing(err[1], "RendezvousError: process 1", "coordinator 127.0.0.1:") == []
 
 
 def test_preemption_signal_between_join_and_the_first_step_is_not_lost():

@@ -16,7 +16,7 @@ from commands import free_port
 from refusals import missing
 
 from jaxdist import runtime
-from jaxdist.runtime import entry_point, progress, rendezvous
+from jaxdist.runtime import entry_point, rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 from jaxdist.settings import ConfigError
@@ -85,17 +85,6 @@ def test_missing_processes_are_reported_to_all_that_joined():
     assert set(messages) == {0, 2, 3} and len(set(messages.values())) == 1
     facts = "process 1, 4 of 5", job.plan.coordinator_address, "1 s (runtime.join_timeout_s)"
     assert missing(messages[0], *facts, f"0 on {host}", f"3 on {host}") == []
-
-
-def test_waiting_processes_print_for_whom(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_QUIET_S", 0.2)
-    monkeypatch.setattr(progress, "_log_line", (lines := []).append)
-    job = Job(3, timeout_s=1.0)
-    job.start(0, 2)
-    job.end()
-    at = f"at {job.plan.coordinator_address}, at most 1 s ..."
-    waits = "0: waiting for all of 3", "2: waiting for process 0 of 3"
-    assert sorted(lines) == [f"process {wait} {at}" for wait in waits]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 import time
 from types import SimpleNamespace
@@ -109,14 +108,6 @@ def test_a_process_counts_from_its_start_or_from_the_previous_failure(monkeypatc
     monkeypatch.setenv(start_times.FAILED_AT, repr(failed_at))
     (relaunch,) = StartTimes.of_process().parts.values()
     assert relaunch == pytest.approx(30, abs=2.0)
-
-
-def test_without_a_process_start_time_the_count_starts_now(monkeypatch):
-    monkeypatch.delenv(start_times.FAILED_AT, raising=False)
-    monkeypatch.setattr(start_times, "Path", lambda path: pathlib.Path("/no" + path))
-    times = StartTimes.of_process()
-    times.mark("imports")
-    assert times.parts == {"imports": pytest.approx(0.0, abs=0.5)}
 
 
 CONFIG = 'name = "a"\nseed = 1\n'

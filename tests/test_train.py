@@ -140,19 +140,6 @@ def test_preempted_and_resumed_run_matches_uninterrupted_bit_for_bit(finished, t
     assert dict(evals[0]) == dict(evals[1])
 
 
-@pytest.mark.slow
-def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
-    run_dir = tmp_path / "run"
-    process = Fork("jaxdist.train", *JOB, "--run-dir", run_dir)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (run_dir / "checkpoints/4/manifest.json").exists():
-        time.sleep(0.01)
-    process.kill()
-    process.communicate(60)
-    assert run_here("train", *HERE, "--run-dir", run_dir) == 0
-    assert losses(run_dir) == losses(finished[0])
-
-
 def test_finished_run_does_not_train_again(finished):
     run_dir, _ = finished
     before = losses(run_dir)

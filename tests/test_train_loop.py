@@ -1,20 +1,17 @@
 """The order of the training loop, with a session that only records its calls."""
 
-import contextlib
 import types
 
 import pytest
 from refusals import missing
 
 from jaxdist import train
-from jaxdist.checkpoint import CheckpointConfig, CheckpointError
+from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run.evaluation_loop import EarlyStopping
-from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions
-from jaxdist.runtime import StartTimes
 
 
 class Recorder:
@@ -142,23 +139,6 @@ def test_all_actions_due_on_one_step_are_done():
     assert due[12] == StepActions(last=True)
 
 
-def test_step_actions_are_true_if_anything_is_due():
-    assert not StepActions()
-    due = (
-        {"evaluate": True},
-        {"save": "halfway"},
-        {"leave": True},
-        {"trace": True},
-        {"last": True},
-    )
-    assert all(StepActions(**one) for one in due)
-
-
-def test_only_documented_exit_reasons_are_written():
-    with pytest.raises(ValueError):
-        ExitReason("stopped")
-
-
 @pytest.mark.parametrize(("keep_best", "warned"), [("acc:3", 1), ("accuracy:3", 0), ("none", 0)])
 def test_unknown_best_metric_is_reported_once(keep_best, warned):
     messages = []
@@ -173,42 +153,3 @@ def test_unknown_best_metric_is_reported_once(keep_best, warned):
         Session._warn_of_missing_best(session, {"loss": 1.0, "accuracy": 0.5})
     assert len(messages) == warned
     assert all(missing(text, "acc:3", "loss, accuracy") == [] for text in messages)
-
-
-@pytest.mark.parametrize("failure", [None, CheckpointError("no place")])
-def test_first_step_compiles_during_the_save_preflight(monkeypatch, failure):
-    calls = []
-
-    def finish_preflight():
-        calls.append("finish preflight")
-        if failure:
-            raise failure
-
-    def dispatch(function, *arguments):
-        if function is step:
-            calls.append(step)
-            return None, {}
-        return function(*arguments)
-
-    def compile_step(*_):
-        calls.append("compile")
-        return types.SimpleNamespace(memory_analysis=lambda: None)
-
-    step = types.SimpleNamespace(compile=compile_step, seconds=1.0)
-    parts = types.SimpleNamespace(plan=types.SimpleNamespace(remat="none", platform="cpu"))
-    parts.in_stage = lambda step: parts
-    session = types.SimpleNamespace(
-        parts=parts, stage=parts,
-        budget=None, step=0, state=None, _compiled=False, train_step=step,
-        timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
-        checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),
-        guard=types.SimpleNamespace(update_limit=lambda step: 0.0),
-        run=types.SimpleNamespace(is_writer=True), _times=StartTimes(), _checked_step=5,
-    )  # fmt: skip
-    for name in ("_compile", "_finish_preflight"):
-        setattr(session, name, types.MethodType(getattr(Session, name), session))
-    with pytest.raises(CheckpointError) if failure else contextlib.nullcontext():
-        for _ in range(2):
-            Session.dispatch(session, {})
-    steps = [] if failure else [step, step]
-    assert calls == ["compile", "finish preflight", *steps]

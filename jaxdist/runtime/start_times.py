@@ -57,11 +57,7 @@ class StartTimes:
 
 
 def _process_start() -> float:
-    now = time.monotonic()
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # macOS
-        return now
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     ticks = int(after_name[19])  # field 22: start after boot
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return now - age
+    return time.monotonic() - age
