@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_133,
-    "package code lines": 47_276,
-    "test lines": 49_269,
+    "package lines": 65_974,
+    "package code lines": 47_155,
+    "test lines": 48_783,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }
