@@ -12,9 +12,14 @@ from launched import Launched, is_running
 from refusals import missing, refused, snapshot
 
 from jaxdist import runtime
+from jaxdist.checkpoint.local import lineage
+from jaxdist.config.resilience import ResilienceConfig
+from jaxdist.run.resilience.watchdog import Watchdog
+from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
+from jaxdist.tools.launch import supervisor
 from jaxdist.tools.launch.__main__ import read_config
-from jaxdist.tools.launch.worker_group import GroupResult
+from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 
 def test_processes_get_their_ids_and_print_with_a_prefix(tmp_path):
@@ -134,10 +139,6 @@ def test_final_exit_codes_are_not_restarted(tmp_path, body, code):
 def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(
     tmp_path, nnodes, is_broadcast
 ):
-    from jaxdist.config.resilience import ResilienceConfig
-    from jaxdist.run.resilience.watchdog import Watchdog
-    from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
-
     left: list[int] = []
     other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
     time.sleep(0.2)
@@ -166,8 +167,6 @@ def test_a_killed_process_is_broadcast_and_watchdogs_of_other_hosts_exit(
     ],
 )  # fmt: skip
 def test_lost_peers_are_reported_with_their_hosts(tmp_path, listed, lost):
-    from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
-
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
     words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
     code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
@@ -179,66 +178,53 @@ def test_lost_peers_are_reported_with_their_hosts(tmp_path, listed, lost):
     assert result.details.startswith(words)
 
 
-def test_crash_loop_ends(tmp_path):
-    launched = Launched(
-        tmp_path,
-        """
-        (RUN / "checkpoints" / "5" / "manifest.json").mkdir(parents=True, exist_ok=True)
-        raise OSError("always")
-        """,
-        "--max-restarts=2",
-    )
-    code, _, err = launched.end()
-    assert code == 1
-    # The first attempt created a checkpoint, the three after it none.
-    assert err.count("failed first") == 3
-    assert "restart 2 of 2" in err
+def attempts_of(folder, monkeypatch, end) -> list[int]:
+    """Return the attempts of a supervisor with one restart; `end` returns each one's exit code."""
+    attempts = []
+
+    def run(number, placement):
+        attempts.append(number)
+        return GroupResult(exit_code=end(number), attempt=number)
+
+    policy = supervisor.RestartPolicy(max_restarts=1, backoff_s=0.0)
+    subject = supervisor.Supervisor(["x"], supervisor.FixedAgent(1), folder, policy)
+    monkeypatch.setattr(subject, "_run_group", run)
+    for name in ("logs", "checkpoints"):
+        (folder / name).mkdir()
+    assert subject._run_groups() == end(attempts[-1])
+    return attempts
 
 
 def test_new_checkpoints_below_a_corrupt_one_refill_the_retry_budget(tmp_path, monkeypatch):
-    from jaxdist.tools.launch import supervisor
+    def commit(step, marker="manifest.json"):
+        (tmp_path / "checkpoints" / str(step)).mkdir(exist_ok=True)
+        (tmp_path / "checkpoints" / str(step) / marker).touch()
 
-    def commit(step, marker=""):
-        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "checkpoints" / str(step) / (marker or "manifest.json")).touch()
+    def end(number):
+        if number < 4:
+            commit(100, "CORRUPT" if number else "manifest.json")
+            commit(50 + number)
+        return 1
 
-    def attempt(number, placement):
-        if number == 4:
-            return GroupResult(exit_code=0, attempt=number)
-        commit(100, "" if number == 0 else "CORRUPT")
-        commit(50 + number)
-        return GroupResult(exit_code=1, attempt=number)
-
-    policy = supervisor.RestartPolicy(max_restarts=1, backoff_s=0.0)
-    subject = supervisor.Supervisor(["x"], supervisor.FixedAgent(1), tmp_path, policy)
-    monkeypatch.setattr(subject, "_run_group", attempt)
-    (tmp_path / "logs").mkdir()
-    assert subject._run_groups() == 0
+    assert attempts_of(tmp_path, monkeypatch, end) == [0, 1, 2, 3, 4]
     commit(53, "SUPERSEDED")
+    subject = supervisor.Supervisor(
+        ["x"], supervisor.FixedAgent(1), tmp_path, supervisor.RestartPolicy()
+    )
     assert list(subject.checkpoints()) == [50, 51, 52]
 
 
 def test_resuming_from_a_newer_local_save_refills_the_retry_budget(tmp_path, monkeypatch):
-    from jaxdist.checkpoint.local.lineage import Lineage, write
-    from jaxdist.runtime.storage import locate
-    from jaxdist.tools.launch import supervisor
-
     starts = [-1, 20, 40, 60, 60, 60]  # the step from which each attempt resumes
 
-    def attempt(number, placement):
-        write(locate(tmp_path / "checkpoints"), Lineage("run", starts[: number + 1]))
-        return GroupResult(exit_code=1, attempt=number)
+    def end(number):
+        lineage.write(
+            locate(tmp_path / "checkpoints"), lineage.Lineage("run", starts[: number + 1])
+        )
+        return 1
 
-    policy = supervisor.RestartPolicy(max_restarts=1, backoff_s=0.0)
-    subject = supervisor.Supervisor(["x"], supervisor.FixedAgent(1), tmp_path, policy)
-    attempts = []
-    monkeypatch.setattr(
-        subject, "_run_group", lambda *args: (attempts.append(args[0]), attempt(*args))[1]
-    )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "checkpoints").mkdir()
-    assert subject._run_groups() == 1
-    assert attempts == [0, 1, 2, 3, 4]  # the second attempt from 60 has made no progress
+    # The second attempt from 60 has made no progress.
+    assert attempts_of(tmp_path, monkeypatch, end) == [0, 1, 2, 3, 4]
 
 
 def test_each_attempt_gets_a_new_port(tmp_path):
@@ -311,30 +297,13 @@ def test_processes_end_if_the_launcher_is_killed(tmp_path):
     assert not any(map(is_running, pids))
 
 
-def test_next_attempt_runs_without_a_lost_gpu(tmp_path, monkeypatch):
-    gpus = tmp_path / "bin" / "nvidia-smi"
-    gpus.parent.mkdir()
-    gpus.write_text("#!/bin/sh\ncat $GPU_LIST\n")
-    gpus.chmod(0o755)
-    listing = tmp_path / "gpus"
-    listing.write_text("GPU 0: NVIDIA H200 (UUID: GPU-a)\nGPU 1: NVIDIA H200 (UUID: GPU-b)\n")
-    monkeypatch.setenv("GPU_LIST", str(listing))
-    monkeypatch.setenv("PATH", f"{gpus.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launched = Launched(
-        tmp_path,
-        """
-        (RUN / f"ran-{INDEX}-{ATTEMPT}").touch()
-        if ATTEMPT == 0:
-            Path(os.environ["GPU_LIST"]).write_text("GPU 0: NVIDIA H200 (UUID: GPU-a)\\n")
-            raise OSError("GPU 1 has fallen off the bus")
-        """,
-    )
-    code, _, err = launched.end()
-    assert code == 0
-    assert "other GPUs are visible: 1 processes, 2 before" in err
-    ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
-    assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
+def test_next_attempt_runs_without_a_lost_gpu(monkeypatch, capfd):
+    counts = iter([2, 1])
+    monkeypatch.setattr(supervisor, "count_gpus", lambda: next(counts))
+    agent = supervisor.FixedAgent(0)
+    placements = [agent.next_placement(lambda: 0) for _ in range(2)]
+    assert [(index, one.nproc_per_node) for index, one in placements] == [(0, 2), (1, 1)]
+    assert "other GPUs are visible: 1 processes, 2 before" in capfd.readouterr().err
 
 
 def test_preemption_signal_during_imports_is_not_lost(tmp_path):

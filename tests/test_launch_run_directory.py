@@ -8,6 +8,8 @@ import pytest
 from launched import Launched
 from refusals import missing, snapshot
 
+from jaxdist.tools.launch import supervisor
+
 
 def test_missing_run_directory_is_awaited_and_not_recreated(tmp_path):
     launched = Launched(
@@ -32,29 +34,26 @@ def test_missing_run_directory_is_awaited_and_not_recreated(tmp_path):
     assert err.count("failed first") == 1
 
 
-def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
-    from jaxdist.tools.launch import supervisor
-
-    monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
+def is_awaited(run_dir) -> bool:
     subject = supervisor.Supervisor(
-        ["x"], supervisor.FixedAgent(1), tmp_path / "nowhere", supervisor.RestartPolicy()
+        ["x"], supervisor.FixedAgent(1), run_dir, supervisor.RestartPolicy()
     )
-    assert not subject._wait_for_run_dir()
+    return subject._wait_for_run_dir()
+
+
+def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
+    assert not is_awaited(tmp_path / "nowhere")
     assert missing(capsys.readouterr().err, tmp_path / "nowhere", "giving up") == []
 
 
 def test_a_run_directory_on_an_unreachable_server_is_awaited(tmp_path, monkeypatch):
-    from jaxdist.tools.launch import supervisor
-
     def stale(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     looks = iter([stale, stale, lambda path: True])
     monkeypatch.setattr(supervisor.Location, "is_directory", lambda path: next(looks)(path))
-    subject = supervisor.Supervisor(
-        ["x"], supervisor.FixedAgent(1), tmp_path, supervisor.RestartPolicy()
-    )
-    assert subject._wait_for_run_dir()
+    assert is_awaited(tmp_path)
 
 
 @pytest.mark.parametrize("has_started", [False, True])
