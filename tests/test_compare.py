@@ -17,8 +17,12 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.compare import rerun
-from jaxdist.tools.compare.__main__ import _recorded_otherwise, describe, main
-from jaxdist.tools.compare.records import read_divergence
+from jaxdist.tools.compare.__main__ import (
+    _recorded_otherwise,
+    describe,
+    main,
+    read_divergence,
+)
 from jaxdist.tools.compare.rerun import (
     RerunStep,
     first_difference,

@@ -36,7 +36,7 @@ from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
-from jaxdist.tools.sweep.grid import read_sweep
+from jaxdist.tools.sweep.__main__ import read_sweep
 
 
 @pytest.fixture

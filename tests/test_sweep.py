@@ -18,7 +18,7 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.storage import ObjectLocation
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.sweep import __main__ as command
-from jaxdist.tools.sweep.grid import Trial, read_sweep
+from jaxdist.tools.sweep.__main__ import Trial, read_sweep
 
 
 def trials_of(argv):

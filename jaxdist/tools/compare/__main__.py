@@ -17,26 +17,29 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 from jaxdist import runtime
+from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.run.metrics_log import Record, stream_records
+from jaxdist.run.metrics_log import Record, decode, stream_records
 from jaxdist.run.replay import loss_and_norm
-from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
 from jaxdist.run.setup import Parts, assemble
-from jaxdist.settings import read_settings, setting
-from jaxdist.tools.compare.records import (
-    Divergence,
-    read_divergence,
-    steps_of,
-    stored_arrays,
-    unequal_arrays,
-)
+from jaxdist.settings import ConfigError, read_settings, setting
 from jaxdist.tools.compare.rerun import RerunStep, rerun
+
+_NUMBERS = ("loss", "grad_norm", "learning_rate")
+"""Numbers of a step that must be bit-identical, in the order of their computation."""
+
+_VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
+
 
 _MAX_NAMES = 8
 """Maximum names of one kind to list before "and N more"."""
@@ -191,6 +194,143 @@ def _recorded_otherwise(
 
 def _is_other(step: RerunStep, recorded: Record | None) -> bool:
     return recorded is not None and repr(step.numbers) != repr(loss_and_norm(recorded))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Differences between two run directories.
+
+    `settings` and `environment` map a name to its value in both runs, None if a run lacks it.
+    `data_step` is the first step with different rows; None without a difference or a ledger. `step`
+    is the first step with a different loss, gradient norm or learning rate, and `numbers` maps the
+    names of those to both values. `checkpoint` is the oldest step whose checkpoints differ,
+    `arrays` the names of the arrays that differ; `num_arrays` counts all of run A.
+    """
+
+    settings: dict[str, tuple[Any, Any]]
+    environment: dict[str, tuple[Any, Any]]
+    last_common_step: int
+    data_step: int | None
+    step: int | None
+    numbers: dict[str, tuple[float, float]]
+    equal_checkpoints: list[int]
+    checkpoint: int | None
+    arrays: list[str]
+    num_arrays: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether metrics, data rows and checkpoints at all common steps are equal."""
+        return self.step is None and self.data_step is None and self.checkpoint is None
+
+    @property
+    def last_to_rerun(self) -> int:
+        """Return the first different step, or the one after `checkpoint` if that is earlier."""
+        after = None if self.checkpoint is None else self.checkpoint + 1
+        return min(s for s in (self.step, self.data_step, after) if s is not None)
+
+    @property
+    def rerun_from(self) -> int:
+        """Return the step of the newest equal checkpoint before `last_to_rerun`; 0 without one."""
+        return max((s for s in self.equal_checkpoints if s < self.last_to_rerun), default=0)
+
+
+def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:
+    """Return how settings, software, metrics, data and checkpoints of two runs differ."""
+    step = data_step = last = None
+    numbers: dict[str, tuple[float, float]] = {}
+    for x, y in _common_steps(a, b):
+        last = x["step"]
+        if data_step is None and _differ(x, y, "data_ledger"):
+            data_step = last
+        if step is None and (unequal := [n for n in _NUMBERS if _differ(x, y, n)]):
+            step, numbers = last, {n: (x[n], y[n]) for n in unequal}
+    if last is None:
+        raise ConfigError(
+            f"runs {a.path} and {b.path} have no step in common. Name two runs that trained the "
+            "same steps."
+        )
+    return Divergence(
+        settings=_unequal(*(_settings_of(run) for run in (a, b))),
+        environment=_unequal(*(_environment_of(run) for run in (a, b))),
+        last_common_step=last,
+        data_step=data_step,
+        step=step,
+        numbers=numbers,
+        **_checkpoints(a, b),
+    )
+
+
+def _differ(a: Record, b: Record, name: str) -> bool:
+    """Return whether both records have the field `name`, with different bits; NaN equals NaN."""
+    return name in a and name in b and repr(a[name]) != repr(b[name])
+
+
+def _common_steps(a: RunDirectory, b: RunDirectory) -> Iterator[tuple[Record, Record]]:
+    others = steps_of(b)
+    other = next(others, None)
+    for record in steps_of(a):
+        while other is not None and other["step"] < record["step"]:
+            other = next(others, None)
+        if other is not None and other["step"] == record["step"]:
+            yield record, other
+
+
+def steps_of(run: RunDirectory) -> Iterator[Record]:
+    """Yield the train records of a run in step order, without steps that a resume discarded."""
+    records = stream_records(run.metrics)
+    return (r for r, is_current in records if is_current and r["kind"] == "train")
+
+
+def _settings_of(run: RunDirectory) -> dict[str, Any]:
+    text = manifest.stored_config(run.checkpoints)
+    table = flatten(tomllib.loads(text) if text else read_table(run.config, tomllib.loads))
+    return {key: value for key, value in table.items() if key not in (*START_SETTINGS, "name")}
+
+
+def _environment_of(run: RunDirectory) -> dict[str, Any]:
+    record = read_table(run.environment, decode)
+    flat = flatten({name: record[name] for name in _VERSIONS if name in record})
+    return {key: value for key, value in flat.items() if value not in (None, "", [])}
+
+
+def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = sorted(a.keys() | b.keys())
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+    """Return the fields of `Divergence` about checkpoints: equal ones, the first that differs."""
+    steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
+    equal: list[int] = []
+    different: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}
+    for step in sorted(set(steps[0]) & set(steps[1])):
+        entries = [stored_arrays(run, step) for run in (a, b)]
+        if names := unequal_arrays(*entries):
+            different = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
+            break
+        equal.append(step)
+    return {"equal_checkpoints": equal, **different}
+
+
+def unequal_arrays(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return the names of arrays that differ in shape, dtype or checksum, or that a side lacks."""
+    names = [*a, *(name for name in b if name not in a)]
+    return [name for name in names if _identity(a.get(name)) != _identity(b.get(name))]
+
+
+def stored_arrays(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return name -> shape, dtype and checksum of the arrays of a checkpoint."""
+    try:
+        return StoredArrays(run.checkpoints / str(step)).entries
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint {step} of run {run.path} cannot be read ({error}). Move it away."
+        ) from error
+
+
+def _identity(entry: Any) -> Any:
+    return entry and (entry["shape"], entry["dtype"], entry["checksum"])
 
 
 if __name__ == "__main__":
