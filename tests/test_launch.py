@@ -12,7 +12,7 @@ from launched import Launched, is_running
 from refusals import missing, refused, snapshot
 
 from jaxdist import runtime
-from jaxdist.checkpoint.local import lineage
+from jaxdist.checkpoint.local.store import Lineage, write_lineage
 from jaxdist.config.resilience import ResilienceConfig
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.runtime.storage import locate
@@ -218,9 +218,7 @@ def test_resuming_from_a_newer_local_save_refills_the_retry_budget(tmp_path, mon
     starts = [-1, 20, 40, 60, 60, 60]  # the step from which each attempt resumes
 
     def end(number):
-        lineage.write(
-            locate(tmp_path / "checkpoints"), lineage.Lineage("run", starts[: number + 1])
-        )
+        write_lineage(locate(tmp_path / "checkpoints"), Lineage("run", starts[: number + 1]))
         return 1
 
     # The second attempt from 60 has made no progress.

@@ -17,9 +17,16 @@ from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from jaxdist.checkpoint.events import CorruptCheckpoint
-from jaxdist.checkpoint.local import lineage, tier
-from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.store import LocalStore, Save, newest
+from jaxdist.checkpoint.local import tier
+from jaxdist.checkpoint.local.store import (
+    LINEAGE_FILE,
+    Lineage,
+    LocalStore,
+    Save,
+    newest,
+    read_lineage,
+    write_lineage,
+)
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.coordination.transfer import FileClient, FileServer
 from jaxdist.runtime.storage import locate
@@ -46,10 +53,10 @@ def test_saves_of_repeated_steps_do_not_count(tmp_path):
     assert history.counts(1, 60) and not history.counts(1, 61)
     assert history.counts(2, 99) and not history.counts(3, 10)
     directory = locate(tmp_path)
-    lineage.write(directory, history)
-    assert lineage.read(directory) == history
-    (tmp_path / lineage.FILE_NAME).write_text("{")
-    stranger = lineage.read(directory)
+    write_lineage(directory, history)
+    assert read_lineage(directory) == history
+    (tmp_path / LINEAGE_FILE).write_text("{")
+    stranger = read_lineage(directory)
     assert stranger.run != "a" and stranger.resumed_from == []
 
 

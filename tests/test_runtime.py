@@ -16,7 +16,7 @@ from refusals import missing, refused
 
 from jaxdist import runtime
 from jaxdist.runtime import backend
-from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.cluster_environment import RuntimeConfig
 from jaxdist.runtime.distributed import DeviceRow
 from jaxdist.runtime.entry_point import advice_for
 

@@ -6,8 +6,7 @@ import pytest
 from refusals import refused
 
 from jaxdist.runtime import resolve, visible_gpus
-from jaxdist.runtime.cluster_environment import expand_counts, expand_hosts
-from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.cluster_environment import RuntimeConfig, expand_counts, expand_hosts
 from jaxdist.settings import ConfigError
 
 EIGHT = ",".join(map(str, range(8)))

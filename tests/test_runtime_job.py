@@ -14,7 +14,7 @@ HEADER = """
 import json, os, signal, sys, time
 from jaxdist import runtime
 from jaxdist.runtime import distributed as room
-from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.cluster_environment import RuntimeConfig
 
 INDEX = int(os.environ["JAXDIST_PROCESS_ID"])
 

@@ -27,7 +27,7 @@ from jaxdist.checkpoint.events import (
     make_group,
     one_line,
 )
-from jaxdist.checkpoint.local import lineage
+from jaxdist.checkpoint.local.store import LINEAGE_FILE
 from jaxdist.checkpoint.local.tier import LocalTier
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.moment_store import MomentStore
@@ -399,7 +399,7 @@ class Checkpointer:
         if partial := manifest.delete_partial(self.directory):
             self._log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")
         if not self.config.local_dir:
-            (self.directory / lineage.FILE_NAME).delete()  # later local saves start a new one
+            (self.directory / LINEAGE_FILE).delete()  # later local saves start a new one
 
 
 def try_save_path(parent: Location, group: Group) -> None:

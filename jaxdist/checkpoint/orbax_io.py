@@ -89,8 +89,11 @@ class OrbaxWriter:
 
     def _make_writer(self) -> Any:
         import orbax.checkpoint as ocp
+        from orbax.checkpoint._src.serialization import tensorstore_utils
 
-        _skip_byte_counts()
+        # Reading TensorStore's byte counters leaks memory in 0.1.86.
+        if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
+            vars(tensorstore_utils)["get_tensorstore_raw_bytes"] = lambda direction: 0
         _report_failures_once()
         return ocp.AsyncCheckpointer(
             _handler(),
@@ -217,14 +220,6 @@ def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
         "custom_metadata": None,
     }
     (checkpoint / ARRAYS / "_METADATA").write(json.dumps(metadata))
-
-
-def _skip_byte_counts() -> None:
-    """Keep Orbax from reading TensorStore's byte counters: 0.1.86 leaks memory there."""
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):
-        vars(tensorstore_utils)["get_tensorstore_raw_bytes"] = lambda direction: 0
 
 
 def _report_failures_once() -> None:

@@ -58,8 +58,15 @@ class Reader:
             if reason := self.problem(step):
                 passed_over[step] = reason
                 continue
+            if not self.read_only:
+                self._corrupt |= passed_over
+                if not self.is_held:
+                    self.commit()
             for corrupt, why in passed_over.items():
-                self._skip(corrupt, why)
+                self.events.event("checkpoint_skipped", step=corrupt, reason=why)
+                self.events.log(
+                    f"checkpoint {corrupt} is skipped, because it cannot be loaded: {why}"
+                )
             return step
         if not passed_over:
             return None
@@ -180,7 +187,13 @@ class Reader:
         kept = [*reinit, *lacked]
         leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
         problems = pytree.mismatches(leaves, stored, ignore=[*reinit, *optional])
-        problems += _unmatched(reinit, [*(leaf.name for leaf in everything), *stored])
+        names = [*(leaf.name for leaf in everything), *stored]
+        problems += [
+            f"reinit_params names {prefix}, a part of neither the model nor the checkpoint. Use "
+            f"one of {few(names, 8)}."
+            for prefix in reinit
+            if not any(pytree.under(name, [prefix]) for name in names)
+        ]
         if problems:
             raise MismatchError(step, problems, document)
         entries = [stored[leaf.name] for leaf in leaves]
@@ -192,14 +205,6 @@ class Reader:
         spent = {"seconds": time.perf_counter() - start, "bytes": sum(x.num_bytes for x in leaves)}
         self.events.event("restore", step=step, **spent)
         return jax.tree.unflatten(jax.tree.structure(target), filled)
-
-    def _skip(self, step: int, reason: str) -> None:
-        if not self.read_only:
-            self._corrupt[step] = reason
-            if not self.is_held:
-                self.commit()
-        self.events.event("checkpoint_skipped", step=step, reason=reason)
-        self.events.log(f"checkpoint {step} is skipped, because it cannot be loaded: {reason}")
 
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
@@ -220,7 +225,11 @@ class Reader:
             return orbax_io.read(path, targets)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
-            damage = self._damage(path)
+            damage = ""
+            try:
+                damage = manifest.damage(path)
+            except OSError as failure:
+                self.events.log(f"checkpoint {path} could not be verified: {one_line(failure)}")
             if not damage and "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part
                 damage = reason
             if not damage:  # out of memory or a stale file handle: the files are intact
@@ -240,13 +249,6 @@ class Reader:
             raise CheckpointError(
                 f"checkpoint {step}: {damage}; the next start will skip it."
             ) from error
-
-    def _damage(self, path: Location) -> str:
-        try:
-            return manifest.damage(path)
-        except OSError as error:
-            self.events.log(f"checkpoint {path} could not be verified: {one_line(error)}")
-            return ""
 
 
 def check_arrays(
@@ -272,12 +274,3 @@ def _unknown(step: int, error: str) -> CheckpointError:
 def _mark_corrupt(checkpoint: Location, reason: str) -> None:
     if not (checkpoint / manifest.CORRUPT).exists():
         manifest.mark(checkpoint, manifest.CORRUPT, reason)
-
-
-def _unmatched(prefixes: Collection[str], names: Sequence[str]) -> list[str]:
-    return [
-        f"reinit_params names {prefix}, a part of neither the model nor the checkpoint. Use one "
-        f"of {few(names, 8)}."
-        for prefix in prefixes
-        if not any(pytree.under(name, [prefix]) for name in names)
-    ]

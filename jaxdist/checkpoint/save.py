@@ -318,7 +318,11 @@ class Saver:
         if self._background.is_leader:
             crash_point("after_manifest")
             self.exports.committed(outcome.step)
-            self._retain()
+            if self._directory.is_local:
+                self._delete_old()
+            else:  # a hanging store must not block a run whose last checkpoint is committed
+                what = f"deleting old checkpoints of {self._directory}"
+                in_time(what, self._delete_old, RETENTION_S, announce=False)
 
     def _commit(self, outcome: Outcome, metrics: dict[str, float], document: dict[str, Any]) -> int:
         """Write document and manifest, all processes together; return the size in bytes."""
@@ -367,14 +371,6 @@ class Saver:
             manifest.delete_partial(self._directory)
         except OSError as error:
             self._events.log(f"unfinished saves could not be deleted: {one_line(error)}")
-
-    def _retain(self) -> None:
-        if self._directory.is_local:
-            self._delete_old()
-            return
-        # A hanging store must not block a run whose last checkpoint is committed.
-        what = f"deleting old checkpoints of {self._directory}"
-        in_time(what, self._delete_old, RETENTION_S, announce=False)
 
     def _delete_old(self) -> None:
         try:

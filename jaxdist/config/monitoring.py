@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import re
 
-from jaxdist.runtime.config import is_address
+from jaxdist.runtime.cluster_environment import is_address
 from jaxdist.settings import setting
 
 TENSORBOARD = "tensorboard"

@@ -47,7 +47,7 @@ from jaxdist.models.weights import Weight, weights_of
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.runtime import hub, resolve
-from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.cluster_environment import RuntimeConfig
 from jaxdist.runtime.storage import locate, url_problem
 from jaxdist.settings import ConfigError, Removed, problems_of, setting
 

@@ -247,15 +247,10 @@ class Parts:
     @property
     def flops_per_unit(self) -> dict[str, float]:
         """FLOPs per item that `unit` counts, by convention; see `Model.flops_per_token`."""
-        flops = self.model.flops_per_token
-        return {name: count * self.tokens_per_unit for name, count in flops.items()}
-
-    @property
-    def tokens_per_unit(self) -> int:
-        """Tokens (images) per item that `unit` counts; those of an example include padding."""
-        if self.unit == self.model.unit:
-            return 1
-        return self.config.train.seq_len * rows_per_example(self.model.objective)
+        flops, tokens = self.model.flops_per_token, 1
+        if self.unit != self.model.unit:  # an example, with its padding
+            tokens = self.config.train.seq_len * rows_per_example(self.model.objective)
+        return {name: count * tokens for name, count in flops.items()}
 
     def in_execution_order(self, tree: Any) -> Any:
         """Return a state or parameters with layers on the stages that run them."""

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.runtime.cluster_environment import (
     JoinPlan,
+    RuntimeConfig,
     is_loopback,
     listed_gpus,
     resolve,
     visible_gpus,
 )
-from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.coordination import decide_from
 from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns, few

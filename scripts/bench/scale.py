@@ -43,8 +43,7 @@ from test_launch_rendezvous import World  # noqa: E402
 
 from jaxdist.run.monitoring.stragglers import find_stragglers, table  # noqa: E402
 from jaxdist.runtime import coordination, distributed  # noqa: E402
-from jaxdist.runtime.cluster_environment import JoinPlan  # noqa: E402
-from jaxdist.runtime.config import RuntimeConfig  # noqa: E402
+from jaxdist.runtime.cluster_environment import JoinPlan, RuntimeConfig  # noqa: E402
 from jaxdist.runtime.coordination import Group, service  # noqa: E402
 from jaxdist.runtime.host_memory import raise_limits  # noqa: E402
 from jaxdist.tools.launch import rendezvous  # noqa: E402

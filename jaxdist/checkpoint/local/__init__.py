@@ -10,5 +10,5 @@ some host. Saves to the run directory have their own interval.
         manifest.json     size and CRC-32 of every file, written last
 
 `shards` is a digest of names, shapes, dtypes and indices of all pieces in the set, so processes
-that need equal sets can share files. `run` and `generation` separate unrelated saves (`lineage`).
+that need equal sets can share files. `run` and `generation` separate unrelated saves (`Lineage`).
 """

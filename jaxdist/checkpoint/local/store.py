@@ -1,17 +1,18 @@
-"""Store local saves of a run on this host's disk, and choose the save to restore."""
+"""Store local saves of a run on this host's disk, and choose the valid one to restore."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.events import CorruptCheckpoint
-from jaxdist.checkpoint.local.lineage import Lineage
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
@@ -19,6 +20,44 @@ KEPT = 2
 """Number of newest saves that `LocalStore.retain` keeps."""
 
 DOCUMENT = "document.json"
+
+
+LINEAGE_FILE = "local_tier.json"
+"""File in the checkpoint directory with an id of the run, and the step from which each generation
+(start or rollback) resumed. A local save is valid unless a later generation resumed from an earlier
+step."""
+
+
+@dataclasses.dataclass
+class Lineage:
+    """Id of the run on local disks, and the step each generation resumed from (-1 = none)."""
+
+    run: str
+    resumed_from: list[int]
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation (a start or a rollback), counted from 0; -1 = none."""
+        return len(self.resumed_from) - 1
+
+    def counts(self, generation: int, step: int) -> bool:
+        """Return whether a save is valid: no later generation resumed from a step before `step`."""
+        exists = 0 <= generation <= self.generation
+        return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
+
+
+def read_lineage(directory: Location) -> Lineage:
+    """Return the lineage of a checkpoint directory; a new one if it has none that is valid."""
+    try:
+        stored = (directory / LINEAGE_FILE).json()
+        return Lineage(str(stored["run"]), [int(step) for step in stored["resumed_from"]])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return Lineage(uuid.uuid4().hex[:16], [])  # existing local saves are unrelated
+
+
+def write_lineage(directory: Location, lineage: Lineage) -> None:
+    """Store the lineage durably."""
+    (directory / LINEAGE_FILE).write(json.dumps(dataclasses.asdict(lineage)))
 
 
 class Save(NamedTuple):

@@ -43,10 +43,16 @@ from jaxdist.checkpoint.events import (
     make_group,
     one_line,
 )
-from jaxdist.checkpoint.local import copies, lineage
+from jaxdist.checkpoint.local import copies
 from jaxdist.checkpoint.local.copies import FailureDomain
-from jaxdist.checkpoint.local.lineage import Lineage
-from jaxdist.checkpoint.local.store import LocalStore, Save, newest
+from jaxdist.checkpoint.local.store import (
+    Lineage,
+    LocalStore,
+    Save,
+    newest,
+    read_lineage,
+    write_lineage,
+)
 from jaxdist.checkpoint.restore import check_arrays
 from jaxdist.core.types import Array
 from jaxdist.runtime.coordination import own_address
@@ -121,7 +127,7 @@ class LocalTier:
         resumed_from = [*self._lineage.resumed_from, self._resumed_from]
         current = Lineage(self._lineage.run, resumed_from)
         try:
-            self._group.decide(lambda: lineage.write(self._directory, current))
+            self._group.decide(lambda: write_lineage(self._directory, current))
         except Exception as error:  # the next save fails for the same reason and is counted
             self._events.log(
                 "no local saves yet: the step from which this run resumed could not be recorded "
@@ -379,7 +385,7 @@ class LocalTier:
     # -- starting ----------------------------------------------------------------------------------
 
     def _read_lineage(self) -> tuple[str, list[int], str]:
-        stored = lineage.read(self._directory)
+        stored = read_lineage(self._directory)
         return stored.run, stored.resumed_from, secrets.token_hex(32)
 
     def _open(self) -> None:

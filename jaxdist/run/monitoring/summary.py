@@ -226,7 +226,11 @@ class RunSummary:
         }
         if "loss" in self.last:
             summary["loss"] = self.last["loss"]
-        summary |= self._evaluations() | rates(throughput, unit)
+        if self.evals:
+            summary["eval"] = _metrics_of(self.evals[-1])
+        for best in self._best_eval():
+            summary["best_eval"] = _metrics_of(best)
+        summary |= rates(throughput, unit)
         if self._seconds:
             summary["steps_s"] = self._seconds["steps"]
             share = {name: s / summary["steps_s"] for name, s in self._seconds.items()}
@@ -239,28 +243,15 @@ class RunSummary:
                 summary["dry_host_share"] = share["dry_host"]
         if self._slow:
             summary["stragglers"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
-        summary |= self._gpu_readings()
+        combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
+        for name, values in self._readings.items():
+            summary[name] = combine.get(name, statistics.fmean)(values)
         if self.memory_peak_bytes:
             summary["memory_peak_bytes"] = self.memory_peak_bytes
         if watches:
             summary["compile_s"] = sum(watch.seconds for watch in watches)
             summary["recompilations"] = sum(max(0, watch.count - 1) for watch in watches)
         return summary
-
-    def _gpu_readings(self) -> dict[str, float]:
-        combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
-        return {
-            name: combine.get(name, statistics.fmean)(values)
-            for name, values in self._readings.items()
-        }
-
-    def _evaluations(self) -> dict[str, Any]:
-        evaluations = {}
-        if self.evals:
-            evaluations["eval"] = _metrics_of(self.evals[-1])
-        for best in self._best_eval():
-            evaluations["best_eval"] = _metrics_of(best)
-        return evaluations
 
     def _best_eval(self) -> list[Record]:
         rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]

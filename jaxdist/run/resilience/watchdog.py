@@ -145,17 +145,10 @@ class Watchdog:
 
     def _beat_once(self) -> None:
         self._beat += 1
-        write_heartbeat(
-            self._folder,
-            Heartbeat(
-                process=self.process,
-                host=self._host,
-                pid=os.getpid(),
-                phase=self._phase,
-                step=self._step,
-                beat=self._beat,
-            ),
-        )
+        beat = {"process": self.process, "host": self._host, "pid": os.getpid()}
+        beat |= {"phase": self._phase, "step": self._step, "beat": self._beat}
+        with contextlib.suppress(OSError):  # such as a full disk
+            _heartbeat_file(self._folder, self.process).write(json.dumps(beat), durable=False)
 
     def _check_progress(self) -> None:
         """End the job, unless another process does it or this one has made progress."""
@@ -271,14 +264,6 @@ class Heartbeat:
 
 def _heartbeat_file(folder: Location, process: int) -> Location:
     return folder / f"process-{process}.progress.json"
-
-
-def write_heartbeat(folder: Location, heartbeat: Heartbeat) -> None:
-    """Replace the file of this process; an error, such as a full disk, is ignored."""
-    with contextlib.suppress(OSError):
-        _heartbeat_file(folder, heartbeat.process).write(
-            json.dumps(dataclasses.asdict(heartbeat)), durable=False
-        )
 
 
 def read_heartbeats(folder: Location, num_processes: int) -> list[Heartbeat | None]:

@@ -244,18 +244,12 @@ class ObjectLocation(Location):
 
     def size(self) -> int:
         """Return the size of the file in bytes."""
-        try:
-            return self._head()["size"]
-        except FileNotFoundError:
-            return sum(meta["size"] for meta in self._parts())
+        return sum(meta["size"] for meta in self._metas())
 
     def version(self) -> int:
         """Return the time of the last write in ns, often whole seconds; 0 if it cannot be read."""
         try:
-            try:
-                metas = [self._head()]
-            except FileNotFoundError:
-                metas = self._parts()
+            metas = self._metas()
         except OSError:
             return 0
         return max(int(meta["last_modified"].timestamp() * 1e9) for meta in metas)
@@ -385,6 +379,13 @@ class ObjectLocation(Location):
                 if not pauses_s or tried_s > most_s:
                     raise
                 time.sleep(pauses_s.pop())
+
+    def _metas(self) -> list[Any]:
+        """Return the metadata of the object, or of the parts of an appended file."""
+        try:
+            return [self._head()]
+        except FileNotFoundError:
+            return self._parts()
 
     def _head(self) -> Any:
         import obstore

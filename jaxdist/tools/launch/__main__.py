@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import runtime
-from jaxdist.runtime.cluster_environment import is_loopback
-from jaxdist.runtime.config import is_address
+from jaxdist.runtime.cluster_environment import is_address, is_loopback
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.settings.schema import flag_of

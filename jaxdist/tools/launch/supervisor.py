@@ -34,7 +34,7 @@ from types import FrameType
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.local import lineage
+from jaxdist.checkpoint.local.store import read_lineage
 from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.settings import ConfigError
 from jaxdist.tools.launch import log
@@ -171,7 +171,7 @@ class Supervisor:
         """
         directory = locate(self.run_dir) / "checkpoints"
         try:
-            resumed_from = lineage.read(directory).resumed_from
+            resumed_from = read_lineage(directory).resumed_from
             return {step: 0 for step in resumed_from[-1:] if step >= 0} | {
                 step: (directory / step / manifest.FILE_NAME).version()
                 for step in manifest.steps_in(directory)
