@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_947,
-    "package code lines": 47_135,
-    "test lines": 48_637,
+    "package lines": 65_868,
+    "package code lines": 47_078,
+    "test lines": 48_597,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -208,7 +208,6 @@ OTHER_FILES = {
     "tools/verify/exports.py": "temporary tokenizer files and adapters to compare with an export",
     "generate.py": "the user's file of prompts",
     "tools/compiler.py": "dumps of XLA, in a temporary folder",
-    "tools/convert/consolidate.py": "makes the folder of weights that the user named",
     "tools/convert/add_tokens.py": "writes a model directory of Hugging Face",
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
     "tools/convert/to_peft.py": "writes a directory of PEFT",
