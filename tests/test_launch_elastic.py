@@ -1,7 +1,6 @@
 """Elastic launches without training: the chosen hosts and the rejected commands."""
 
 import os
-import re
 import subprocess
 import sys
 import types
@@ -183,58 +182,6 @@ def test_legal_sizes_cut_no_example_of_a_users_objective(tmp_path, monkeypatch):
         for factory in ("jaxdist.models.example:build", "paired:build")
     }
     assert [*sizes.values()] == [[1, 2, 3, 4, 6], [1, 2, 3, 6]]
-
-
-def gpu_list(count: int) -> str:
-    return "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\n" for i in range(count))
-
-
-def test_job_shrinks_to_seven_gpus_and_grows_back_to_eight(tmp_path, monkeypatch):
-    gpus = tmp_path / "bin" / "nvidia-smi"
-    gpus.parent.mkdir()
-    gpus.write_text("#!/bin/sh\ncat $GPU_LIST\n")
-    gpus.chmod(0o755)
-    listing = tmp_path / "gpus"
-    listing.write_text(gpu_list(8))
-    monkeypatch.setenv("GPU_LIST", str(listing))
-    monkeypatch.setenv("PATH", f"{gpus.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launched = Launched(
-        tmp_path,
-        f"""
-        count = int(os.environ["JAXDIST_NUM_PROCESSES"])
-        listing = Path(os.environ["GPU_LIST"])
-        (RUN / f"ran-{{ATTEMPT}}-{{count}}-{{INDEX}}").touch()
-        if ATTEMPT == 0:
-            if INDEX == 0:
-                time.sleep(0.5)
-                listing.write_text({gpu_list(7)!r})
-                raise OSError("GPU 7 has fallen off the bus")
-            time.sleep(600)
-        stop = runtime.Preemption()
-        if ATTEMPT == 1:
-            if INDEX == 0:
-                fresh = RUN / "fresh"
-                fresh.write_text({gpu_list(8)!r})
-                os.replace(fresh, listing)
-            while not stop.preempted():
-                time.sleep(0.02)
-            return runtime.EXIT_PREEMPTED
-        """,
-        "--nproc-per-node=1:8",
-        "--grow-interval-s=1",
-    )
-    code, _, err = launched.end()
-    assert code == 0, err
-    ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
-    assert ran == sorted(
-        f"ran-{attempt}-{count}-{i}"
-        for attempt, count in enumerate((8, 7, 8))
-        for i in range(count)
-    )
-    assert missing(err, "7 devices", "8 before", "8 devices") == []
-    assert err.count("restart 1 of 3") == 1  # growing is not a failure
-    assert len(re.findall(r"launch: round \d:", err)) == 3
 
 
 UNTIL_FINISH = """

@@ -1,5 +1,6 @@
 """Rendezvous of launchers without training: lost hosts, waiting, leaders and ends."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -319,19 +320,27 @@ def test_the_job_is_done_after_all_members_are(world):
 
 
 def test_returning_gpus_make_the_next_round_larger(tmp_path, monkeypatch):
-    there = [8]
-    monkeypatch.setattr(host_module, "count_gpus", lambda: there[0])
+    program, listing = tmp_path / "nvidia-smi", tmp_path / "gpus"
+    program.write_text(f"#!/bin/sh\ncat {listing}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def see(count):
+        lines = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\n" for i in range(count)]
+        listing.write_text("".join(lines))
+
+    see(8)
     plan = a_plan("1:8", "1:1", grow_interval_s=60.0)
     world = World(tmp_path / "launch", plan, LegalSizes(legal=[4, 8]))
     host = world.start(0)
     world.run(2)
     assert (host.placement.nproc_per_node, host.placement.visible_gpus) == (8, "")
-    there[0] = 7
+    see(7)
     host.ends(1)
     world.run(2)
     assert (host.placement.nproc_per_node, host.placement.visible_gpus) == (4, "0,1,2,3")
-    there[0] = 8
+    see(8)
     world.run(50)
     assert not host.group.is_stopping
     world.run(15)
@@ -340,7 +349,7 @@ def test_returning_gpus_make_the_next_round_larger(tmp_path, monkeypatch):
     assert host.agent.continues_after_save()
     world.run(2)
     assert host.placement.nproc_per_node == 8
-    there[0] = 0  # a failing driver must not look like a CPU machine
+    see(0)  # a failing driver must not look like a CPU machine
     host.ends(1)
     world.run(JOIN_S + 3)
     assert host.code == 75

@@ -120,7 +120,6 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
         (elastic("--gpus-per-node=5", mesh="fsdp=8", batch=8), "1"),
         ([*elastic(mesh="dp=2,tp=2"), "--simulate=2"], "1 2"),
     ],
-    ids=["cpu", "range", "batch12", "tasks", "gpus", "six", "idle", "simulated"],
 )
 def test_the_script_of_an_elastic_job_lists_legal_numbers_of_nodes(
     capsys, no_child, command, counts
@@ -141,7 +140,6 @@ def test_the_script_of_an_elastic_job_lists_legal_numbers_of_nodes(
         (elastic("--gpus-per-node=3", nodes="2-3"), ["--gpus-per-node, --tasks-per-node"]),
         (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node"]),
     ],
-    ids=["nodes", "devices", "hidden"],
 )
 def test_an_impossible_elastic_job_is_rejected(no_child, command, facts):
     with refused(*facts):
@@ -244,21 +242,6 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         # scancel: TERM alone, and SLURM does not name the time limit.
         ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "None", (75, False)),
         ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "TimeLimit", (75, True)),
-    ],
-    ids=[
-        "done",
-        "done_late",
-        "config",
-        "saved",
-        "crash",
-        "program",
-        "refused",
-        "wrong_device",
-        "diverged",
-        "interrupted",
-        "limit",
-        "cancelled",
-        "limit_by_term",
     ],
 )
 def test_the_script_requeues_jobs_that_can_continue(tmp_path, srun, reason, expected):

@@ -297,7 +297,6 @@ def test_an_array_keeps_its_state_on_a_file_system():
 @pytest.mark.parametrize(
     ("flag", "facts"),
     [
-        ("time", ["'time'", "time=24:00:00"]),
         ("run_dir=x", ["'run_dir=x'", "the sweep sets run_dir"]),
         ("nodes=1-4", ["nodes=1-4", "one number"]),
         ("gpus=1", ["gpus"]),
