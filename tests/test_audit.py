@@ -17,10 +17,8 @@ from test_block_sums import Case as BlockCase
 
 from jaxdist import runtime, train
 from jaxdist.config import RunConfig, read_run
-from jaxdist.config.command_line import stored_run
 from jaxdist.core import collectives
-from jaxdist.core.mesh import MeshSpec, factorisations
-from jaxdist.core.parallel.expert import EXPERT
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
 from jaxdist.models import CnnConfig, DecoderConfig
@@ -98,14 +96,6 @@ def test_correct_step_has_no_violation(mesh, options):
     audit = audit_parts(parts_of(mesh, **options))
     assert audit.violations == []
     assert audit.num_parameters and audit.axes
-
-
-def test_every_mesh_of_eight_devices_passes():
-    config = stored_run(ROOT / "configs" / "default.toml")
-    for spec in factorisations(8, without=[EXPERT])[::6]:
-        mesh = dataclasses.replace(config.mesh, shape=str(spec))
-        parts = assemble(dataclasses.replace(config, mesh=mesh), jax.devices())
-        assert audit_parts(parts).is_clean, str(spec)
 
 
 def test_one_row_per_device_has_no_false_positive():

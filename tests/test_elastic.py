@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import pytest
@@ -13,9 +12,7 @@ from jaxdist.config.elastic import shrink_reason
 from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.data import Loader, open_datasets
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import assemble
 from jaxdist.settings import ConfigError
 
@@ -186,59 +183,6 @@ def test_fewer_simulated_devices_are_accepted_for_an_elastic_mesh():
     assert read_run([*flags, "--mesh.elastic=true"], command="x").mesh.shape == "dp=4"
     with refused("dp=4", "4 devices", "2 are available"):
         read_run(flags, command="x")
-
-
-def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float], dict, object]:
-    parts = assemble(config, jax.devices()[:num_devices])
-    train, held_out = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
-    state = parts.init_state()
-    loader = Loader(
-        train,
-        global_batch_size=parts.config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-    )
-    losses = []
-    for _ in range(steps):
-        state, metrics = parts.step.train(state, next(loader), math.inf)
-        losses.append(float(metrics["loss"]))
-    loader.close()
-    evaluated = evaluate(
-        parts.step,
-        state.params,
-        held_out,
-        global_batch_size=parts.config.eval.global_batch_size
-        or parts.config.train.global_batch_size,
-        unit=parts.model.unit,
-        max_batches=parts.config.eval.max_batches,
-    )
-    return losses, evaluated, parts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "zero", "num_devices", "shrunk"),
-    [
-        pytest.param("dp=4", 0, 3, "dp=3", marks=pytest.mark.product),
-        pytest.param("dp=4", 1, 1, "dp=1", marks=pytest.mark.product),
-        pytest.param("dp=2,fsdp=4", 0, 5, "fsdp=4", marks=pytest.mark.product),
-        pytest.param("dp=2,tp=2", 0, 3, "tp=2", marks=pytest.mark.product),
-        pytest.param("dp=2,cp=2", 0, 3, "cp=2", marks=pytest.mark.product),
-        ("dp=2,pp=2", 0, 2, "pp=2"),
-    ],
-)
-def test_losses_equal_those_of_the_complete_mesh(mesh, zero, num_devices, shrunk):
-    config = a_run(mesh, 24, zero, eval=EvalConfig(max_batches=2))
-    num_requested = MeshSpec.parse(mesh).num_devices
-    expected, evaluated, _ = numbers(config, num_requested, 20)
-    losses, again, parts = numbers(config, num_devices, 20)
-    assert str(parts.spec) == shrunk and parts.is_shrunk
-    assert parts.mesh_reason.startswith(f"elastic: {num_devices} of the {num_requested} devices")
-    # The numerics contract across meshes: 20 steps in float32.
-    assert losses == pytest.approx(expected, rel=2e-5)
-    assert again["loss"] == pytest.approx(evaluated["loss"], rel=2e-5)
-    assert again["tokens"] == evaluated["tokens"]
-    assert len(set(losses)) == 20
 
 
 def test_one_process_leaves_devices_idle():

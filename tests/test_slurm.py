@@ -147,53 +147,48 @@ def test_an_impossible_elastic_job_is_rejected(no_child, command, facts):
 
 
 FAKES = {
-    "srun": 'echo "$@" >started; {srun}',
+    "srun": 'printf "%s\\n" "$@" >started; {srun}',
     "squeue": "echo {reason}",
     # SLURM ends the script of a job that it queues again.
     "scontrol": 'echo "$@" >requeued; kill -TERM $PPID',
 }
 
 
-class Script:
-    """Batch script run by bash in `folder`, with stand-ins for SLURM's commands.
+def run_script(folder: Path, text: str, srun: str, reason: str = "None", **variables: object):
+    """Run a batch script by bash in `folder`, with stand-ins for SLURM's commands.
 
-    Args:
-        folder: the parent of the run directory `run`.
-        srun: shell code that srun runs.
-        reason: the reason that squeue prints for the job.
+    `srun` is the shell code that srun runs, `reason` the one that squeue prints for the job.
+    Return the exit code, the words of `scontrol` ([] if it was not called), and the output.
     """
+    for name, body in FAKES.items():
+        (folder / name).write_text("#!/bin/bash\n" + body.format(srun=srun, reason=reason))
+        (folder / name).chmod(0o755)
+    requeued = folder / "requeued"
+    requeued.unlink(missing_ok=True)
+    slurm = {"JOB_ID": 1, "JOB_NAME": "it", "JOB_NUM_NODES": 1, "RESTART_COUNT": 0, **variables}
+    environ = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash"], input=text, capture_output=True, text=True, cwd=folder, env=environ, timeout=60
+    )
+    assert not done.stderr, done.stderr
+    words = requeued.read_text().split() if requeued.exists() else []
+    return done.returncode, words, done.stdout
+
+
+class Script:
+    """Batch script with the run directory `folder/run`; see `run_script`."""
 
     def __init__(
         self, folder: Path, srun: str, *, reason: str = "None", nodes: Nodes | None = None, **fields
     ):
-        self.folder, self.run_dir = folder, folder / "run"
-        self.text = batch_script(plan(run_dir=str(self.run_dir), **fields), nodes)
-        for name, body in FAKES.items():
-            (folder / name).write_text("#!/bin/bash\n" + body.format(srun=srun, reason=reason))
-            (folder / name).chmod(0o755)
+        self.folder, self.stand_ins = folder, (srun, reason)
+        self.text = batch_script(plan(run_dir=str(folder / "run"), **fields), nodes)
 
     def run(self, restarts: int = 0, nodes: int = 1) -> tuple[int, bool]:
-        requeued = self.folder / "requeued"
-        requeued.unlink(missing_ok=True)
-        environ = {
-            "SLURM_JOB_ID": "1",
-            "SLURM_JOB_NAME": "it",
-            "SLURM_JOB_NUM_NODES": str(nodes),
-            "SLURM_RESTART_COUNT": str(restarts),
-            "PATH": f"{self.folder}:{os.environ['PATH']}",
-        }
-        done = subprocess.run(
-            ["bash"],
-            input=self.text,
-            capture_output=True,
-            text=True,
-            cwd=self.folder,
-            env=environ,
-            timeout=60,
-        )
-        self.out = done.stdout
-        assert not done.stderr, done.stderr
-        return done.returncode, requeued.exists()
+        variables = {"JOB_NUM_NODES": nodes, "RESTART_COUNT": restarts}
+        code, requeued, self.out = run_script(self.folder, self.text, *self.stand_ins, **variables)
+        return code, bool(requeued)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +208,7 @@ def test_a_job_uses_the_largest_legal_number_of_its_nodes(tmp_path, num_nodes, u
     started = tmp_path / "started"
     assert started.exists() == (used is not None)
     if used is not None:
-        assert f"--nodes={used} --ntasks-per-node=3 " in started.read_text()
+        assert {f"--nodes={used}", "--ntasks-per-node=3"} <= {*started.read_text().split()}
 
 
 EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'

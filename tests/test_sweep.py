@@ -1,15 +1,14 @@
 """A sweep: all combinations are checked before the first starts, trained once, and compared."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, environment, tiny
+from commands import ROOT, tiny
 from refusals import missing, refused
+from test_slurm import run_script
 
 from jaxdist.config import read_run
 from jaxdist.config.monitoring import MonitoringConfig
@@ -232,33 +231,14 @@ def array_of(capsys, *flags):
     return capsys.readouterr().out
 
 
-def run_task(script, number, srun):
-    for name, body in (
-        ("srun", f'printf "%s\\n" "$@" > started; {srun}'),
-        ("squeue", "echo None"),
-        ("scontrol", 'echo "$@" > requeued'),
-        ("sleep", "exit 0"),
-    ):
-        program = Path("bin") / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\n{body}\n")
-        program.chmod(0o755)
-    slurm = {"JOB_ID": "7", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": number, "JOB_NAME": "sweep"}
-    variables = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
-    path = f"{Path('bin').absolute()}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], env={**environment(), **variables, "PATH": path}, timeout=60
-    )
-    requeued = Path("requeued")
-    return done.returncode, requeued.read_text().split() if requeued.exists() else []
-
-
-def test_each_task_of_an_array_trains_one_combination(capsys):
+def test_each_task_of_an_array_trains_one_combination(capsys, tmp_path):
     script = array_of(capsys, "--slurm=gpus-per-node=8", "--slurm=python=true")
     assert "#SBATCH --array=0-1\n" in script and "#SBATCH --gpus-per-node=8\n" in script
     assert "#SBATCH --job-name=sweep-default\n" in script
     for number, trial in enumerate(trials_of(["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3"])):
-        assert run_task(script, number, 'echo 0 > "$JAXDIST_EXIT_CODE_FILE"') == (0, [])
+        srun = 'echo 0 > "$JAXDIST_EXIT_CODE_FILE"'
+        task = {"ARRAY_JOB_ID": 7, "ARRAY_TASK_ID": number}
+        assert run_script(tmp_path, script, srun, **task)[:2] == (0, [])
         words = Path("started").read_text().splitlines()
         arguments = words[words.index("jaxdist.train") + 1 :]
         settings = read_run(arguments, command="jaxdist.train")
@@ -266,10 +246,11 @@ def test_each_task_of_an_array_trains_one_combination(capsys):
         assert Path(trial.path, "slurm").is_dir()
 
 
-def test_preempted_task_requeues_only_itself(capsys):
+def test_preempted_task_requeues_only_itself(capsys, tmp_path):
     script = array_of(capsys, "--slurm=python=true")
-    code, requeued = run_task(script, 1, 'echo 75 > "$JAXDIST_EXIT_CODE_FILE"; exit 75')
-    assert (code, requeued) == (75, ["requeue", "7_1"])
+    srun = 'echo 75 > "$JAXDIST_EXIT_CODE_FILE"; exit 75'
+    ended = run_script(tmp_path, script, srun, ARRAY_JOB_ID=7, ARRAY_TASK_ID=1)
+    assert ended[:2] == (75, ["requeue", "7_1"])
 
 
 def test_array_excludes_finished_runs(capsys):
