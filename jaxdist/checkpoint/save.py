@@ -225,9 +225,12 @@ class Saver:
         outcome: Outcome,
         moments: MomentStore | None,
     ) -> Callable[[], Written] | None:
-        """Start a save; return the result of `_begin`, or None if the step is already saved.
+        """Start a save; return a function that waits for the checksums and writes `moments`.
 
-        After a failure, `outcome.error` is set and the returned function gives an empty `Written`.
+        Return None if the step is already saved. After a failure, `outcome.error` is set and the
+        function gives an empty `Written`. If the writer fails to start in a job of several
+        processes, raises `CheckpointError`, because only the exit of this process unblocks the
+        others.
         """
         try:
             num_bytes = sum(leaf.num_bytes for leaf in leaves)
@@ -241,21 +244,6 @@ class Saver:
         except Exception as error:  # raised by process 0, so equal on all processes
             outcome.error = one_line(error)
             return Written
-        return self._begin(step, leaves, meta, outcome, moments)
-
-    def _begin(
-        self,
-        step: int,
-        leaves: list[pytree.Leaf],
-        meta: dict[str, Any],
-        outcome: Outcome,
-        moments: MomentStore | None,
-    ) -> Callable[[], Written]:
-        """Start writing; return a function that waits for the checksums and writes `moments`.
-
-        If starting fails in a job of several processes, raises `CheckpointError`, because only the
-        exit of this process unblocks the others.
-        """
         try:
             arrays = [pytree.plain(leaf) for leaf in leaves]
             described = pytree.describe(leaves, arrays)
