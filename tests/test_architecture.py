@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_781,
-    "package code lines": 47_013,
-    "test lines": 48_397,
+    "package lines": 65_496,
+    "package code lines": 46_819,
+    "test lines": 48_287,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

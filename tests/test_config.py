@@ -216,7 +216,7 @@ def test_every_problem_is_in_one_message(tmp_path):
         (["--paint.glossy=yes"], ["paint.glossy='yes'", "true or false"]),
         (["--paint.shares=1,x"], ["paint.shares=", "'1,x'", "number"]),
         (["--paint.level=3"], ["paint.level='3'", "0, 1 or 2"]),
-        (["--paint.num_coats"], ["no value", "whole number", "--paint.num-coats=2"]),
+        (["--paint.num_coats"], ["no value", "whole number", "--paint.num-coats=INT"]),
         (["--coats=1", "--paint.num_coats=2"], ["(flag --coats, flag --paint.num_coats)"]),
         (["--paint=3"], ["paint='3'", "colour, num_coats"]),
         (["--name.first=x"], ["--name.first", "not a setting"]),

@@ -19,10 +19,9 @@ from jaxdist.core.token_logps import make_token_logps
 from jaxdist.core.types import TokenHead
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.objectives.config import ObjectiveConfig
-from jaxdist.plan.estimate import teacher
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import estimate_memory
-from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.estimate.memory import estimate_memory, teacher_field_bytes
+from jaxdist.plan.estimate.time import estimate_time, teacher_work
 from jaxdist.run.setup import assemble
 from jaxdist.run.teacher import with_teacher
 from jaxdist.settings import problems_of
@@ -206,7 +205,7 @@ def test_the_estimate_counts_memory_and_work_of_the_teacher(models, mesh):
     expected = stats.argument_size_in_bytes - size(own)
     np.testing.assert_allclose(memory.state["teacher"], expected, rtol=0.05)
     assert expected > 0.2 * memory.state["parameters"]
-    np.testing.assert_allclose(teacher.field_bytes(job), stats.output_size_in_bytes, rtol=0.05)
+    np.testing.assert_allclose(teacher_field_bytes(job), stats.output_size_in_bytes, rtol=0.05)
     np.testing.assert_allclose(memory.state["batch"], size(batch), rtol=0.05)
     assert sum(memory.phases["teacher"].values()) > 0
     # Two FLOPs per weight and token of the layers, and of the head twice.
@@ -214,7 +213,7 @@ def test_the_estimate_counts_memory_and_work_of_the_teacher(models, mesh):
     weights = layers * (4 * d * d + 3 * d * mlp) // config.mesh.spec["pipeline"]
     weights += 2 * d * TEACHER.padded_vocab
     expected = 2 * weights * job.tokens / config.mesh.spec["tensor"]
-    np.testing.assert_allclose(teacher.work(job).products, expected)
+    np.testing.assert_allclose(teacher_work(job).products, expected)
     other = dataclasses.replace(config, objective=ObjectiveConfig())
     alone = estimate_time(Job.of(other, config.mesh.spec, cluster))
     assert estimate_time(job).seconds > alone.seconds

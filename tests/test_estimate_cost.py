@@ -13,8 +13,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models.weights import weights_of
 from jaxdist.plan.estimate import cost
+from jaxdist.plan.estimate.cost import LOCAL_BYTES_PER_S, restart_of, restore_seconds
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.restart import LOCAL_BYTES_PER_S, restart_of, restore_seconds
 from jaxdist.plan.estimate.search import Candidate
 from jaxdist.plan.options import clusters_of, read_plan
 from jaxdist.plan.planner import price_run

@@ -16,8 +16,9 @@ from jaxdist.hardware import GPUS, Cluster, read_hardware
 from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.plan.estimate import products
 from jaxdist.plan.estimate.job import with_section
+from jaxdist.plan.estimate.products import orthogonalization_flops
 from jaxdist.plan.estimate.software import OURS, attention_share
-from jaxdist.plan.estimate.time import estimate_time, orthogonalization_flops
+from jaxdist.plan.estimate.time import estimate_time
 
 MEASURED = {
     "a100-80": 267.9, "h100": 806.0, "h100-pcie": 499.5, "l4": 91.4, "a10g": 69.7,

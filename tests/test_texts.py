@@ -16,7 +16,7 @@ import pytest
 from commands import ROOT
 
 import jaxdist
-from jaxdist.__main__ import SUBCOMMANDS, find_commands
+from jaxdist.__main__ import COMMANDS, SUBCOMMANDS
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
 from jaxdist.settings.schema import fields_of, kinds_of, types_of
@@ -122,7 +122,7 @@ def wrong_settings(text: str) -> set[str]:
 def wrong_commands(text: str) -> set[str]:
     named = set(re.findall(r"python -m jaxdist\.([a-z_]+)(?![\w\0.])", text))
     named |= set(re.findall(r"`jaxdist ([a-z][\w-]*)", text))
-    return named - set(find_commands()) - set(SUBCOMMANDS.values())
+    return named - set(COMMANDS) - set(SUBCOMMANDS.values())
 
 
 def wrong_packages(text: str) -> set[str]:

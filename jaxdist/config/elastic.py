@@ -2,13 +2,12 @@
 
 A step's result changes by rounding only: the global batch, its rows and their order stay. The batch
 is split into more microbatches, so a device never processes more rows at a time. A device may
-store a larger part of the state; `shrink_reason` reports this.
+store a larger part of the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -132,7 +131,7 @@ def shrink_reason(
     """Return one line about the smaller mesh that `fit_devices` chose for `num_devices`."""
     full, spec = config.mesh.spec, adapted.mesh.spec
     size = config.rows_per_example(model)
-    batch, zero = config.train.global_batch_size, config.mesh.zero
+    batch = config.train.global_batch_size
     before, now = _num_microbatches(config, full, size), _num_microbatches(adapted, spec, size)
     text = (
         f"elastic: {num_devices} of the {full.num_devices} devices of {full} are available; "
@@ -143,10 +142,4 @@ def shrink_reason(
     idle = num_devices - spec.num_devices
     if idle:
         text += f"; {idle} idle, because no larger mesh is legal"
-    shares = [
-        math.prod(mesh[a] for a in mesh.used if a.shrinks and (a.weights != "replicated" or zero))
-        for mesh in (full, spec)
-    ]
-    if shares[1] < shares[0]:
-        text += f"; sharded state over {shares[1]} devices instead of {shares[0]}: more on each"
     return text

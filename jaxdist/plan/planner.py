@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from jaxdist.config import RunConfig
 from jaxdist.core import matmul
@@ -19,9 +19,11 @@ from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
     CheckpointCost,
     Limits,
+    Restart,
     RunCost,
     checkpoint_bytes,
     checkpoint_cost,
+    restart_of,
     run_cost,
     storage_rate,
 )
@@ -29,7 +31,6 @@ from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import TEACHER, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.products import NARROW_PEAKS
 from jaxdist.plan.estimate.remat import TOLERANCE, choose_remat, policies_of
-from jaxdist.plan.estimate.restart import Restart, restart_of
 from jaxdist.plan.estimate.search import Candidate, SearchResult, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
 from jaxdist.plan.options import PlanConfig
@@ -311,17 +312,6 @@ def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate |
     return None
 
 
-def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> Iterator[Size]:
-    """Yield the size of each number of GPUs of a type that fits, out of 1, 2, 4, ..."""
-    number = 1
-    while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
-        if number * gpu.memory_bytes >= state_bytes:
-            size = size_of(config, Cluster.of(gpu, number), model)
-            if size is not None:
-                yield size
-        number *= 2
-
-
 USUAL_DAYS = 90.0
 """Longest run in days of an advised size if there is no deadline, unless all take longer."""
 
@@ -329,7 +319,7 @@ USUAL_DAYS = 90.0
 def right_sizes(
     config: PlanConfig, catalog: Mapping[str, Gpu], state_bytes: float, model: Model
 ) -> list[Size]:
-    """Return the smallest size of each GPU type that meets deadline and budget, cheapest first.
+    """Return the smallest of 1, 2, 4, ... GPUs of each type that meet the limits, cheapest first.
 
     Without a deadline the limit is `USUAL_DAYS`; if no type meets it, the fastest sizes are best.
     """
@@ -339,11 +329,15 @@ def right_sizes(
     fastest: list[Size] = []
     for gpu in catalog.values():
         tried: list[Size] = []
-        for size in sizes_of(config, gpu, state_bytes, model):
-            tried.append(size)
-            if not within.late(size.cost):  # else try more of them, which are faster
+        number = 1
+        while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
+            may_fit = number * gpu.memory_bytes >= state_bytes
+            size = size_of(config, Cluster.of(gpu, number), model) if may_fit else None
+            tried += [size] if size is not None else []
+            if size is not None and not within.late(size.cost):
                 in_time.append(size)
                 break
+            number *= 2  # more are faster
         fastest += sorted(tried, key=lambda size: size.cost.days)[:1]
     best = in_time or ([] if limits.days else fastest)
     affordable = [size for size in best if not limits.dear(size.cost)]

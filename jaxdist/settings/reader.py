@@ -18,12 +18,12 @@ from jaxdist.settings.schema import (
     default_of,
     default_text,
     describe,
-    example,
     fields_of,
     flag_of,
     help_text,
     is_list,
     join_choices,
+    kind_of_value,
     kinds_of,
     read_value,
     types_of,
@@ -102,8 +102,13 @@ def read_with_origins(
         raise SystemExit(0)
     inputs, problems = _gather(arguments.files, read_url)
     words, word_problems = _positional_values(cls, arguments.positional, positional)
-    after, after_problems = _values_after_dashes(arguments.rest, rest)
-    inputs += [*words, *arguments.flags, *after, *program_inputs(values or {}, aliases)]
+    inputs += [*words, *arguments.flags]
+    if arguments.rest and rest:
+        inputs.append(Input((rest,), arguments.rest, "arguments after --"))
+    elif arguments.rest:
+        text = " ".join(arguments.rest)
+        problems.append(f"arguments after -- ({text}) are not used here. Remove them.")
+    inputs += program_inputs(values or {}, aliases)
     if callable(base):
         try:
             base = base({".".join(one.path): one.raw for one in inputs})
@@ -119,22 +124,17 @@ def read_with_origins(
         config = settle(config)
     except ConfigError as error:  # a rule reports this error with its origin
         problems += [] if check_rules else error.problems
-    problems += [*word_problems, *after_problems, *reader.problems]
+    problems += [*word_problems, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
-    rules = _broken_rules(config) if check_rules else []
+    try:
+        rules = problems_of(config) if check_rules else []
+    except OSError as error:
+        rules = [_invalid_path(error)]
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
         raise ConfigError(problems, heading=command)
     return config, reader.origins
-
-
-def _broken_rules(config: Any) -> list[str]:
-    """Return `problems_of` the settings, or one problem if a path cannot be used."""
-    try:
-        return problems_of(config)
-    except OSError as error:
-        return [_invalid_path(error)]
 
 
 def _invalid_path(error: Exception) -> str:
@@ -175,14 +175,6 @@ def _positional_values(
         for word in words[len(slots) :]
     ]
     return inputs, problems
-
-
-def _values_after_dashes(words: list[str], name: str) -> tuple[list[Input], list[str]]:
-    if not words:
-        return [], []
-    if name:
-        return [Input((name,), words, "arguments after --")], []
-    return [], [f"arguments after -- ({' '.join(words)}) are not used here. Remove them."]
 
 
 def _missing(
@@ -318,7 +310,7 @@ class _Reader:
             self.bad.add(field.name)
             self.problems.append(
                 f"{field.flag} has no value: {describe(field.type)} is needed. "
-                f"Use {field.flag}={example(field)}."
+                f"Use {field.flag}={kind_of_value(field.type)}."
             )
             return
         if inside and not isinstance(field.default, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import textwrap
 import tomllib
 import types
@@ -212,20 +211,6 @@ def _toml_value(text: str) -> Any:
 def is_list(annotation: Any) -> bool:
     """Return whether a field is a list, whose flag may be repeated."""
     return get_origin(annotation) in (list, tuple) or annotation in (list, tuple)
-
-
-def example(field: Field) -> str:
-    """Return an example value of the field for a flag."""
-    default = field.default
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, list | tuple):
-        return ",".join(map(str, default)) or "a,b"
-    if default is dataclasses.MISSING or default is None or default == "":
-        return {int: "1", float: "1.0"}.get(field.type, "TEXT")
-    if isinstance(default, float) and math.isfinite(default):
-        return f"{default:g}"
-    return str(default)
 
 
 WIDTH = 100

@@ -18,11 +18,11 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step.grouped_update import GROUP_BYTES, IN_FLIGHT
 from jaxdist.models.weights import Weight
 from jaxdist.optim.int8 import BLOCK, is_eligible, outer_dims
-from jaxdist.plan.estimate import attention, teacher
+from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import WIDE, Job, Role
 from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.model_trace import row_of
-from jaxdist.plan.estimate.muon import matrix_bytes
+from jaxdist.plan.estimate.products import matrix_bytes
 from jaxdist.runtime.backend import memory_fraction
 from jaxdist.runtime.formatting.numbers import in_bytes
 
@@ -115,10 +115,10 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         **{name: sum(n * job.size(w, "param") for w, n in x) for name, x in job.copies.items()},
         "optimizer moments": moments if offload == "none" else 0.0,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards
-        + teacher.field_bytes(job),
-        TEACHER: teacher.state_bytes(job),
+        + teacher_field_bytes(job),
+        TEACHER: teacher_bytes(job),
     }
-    phases = dict(_pipeline_phases(job) if job.stages else _phases(job)) | teacher.phase(job)
+    phases = dict(_pipeline_phases(job) if job.stages else _phases(job)) | _teacher_phase(job)
     offloaded = costs_of(job).offloaded_per_layer()
     if offload != "none":
         for name in _updates(job):
@@ -195,6 +195,38 @@ def _factored(job: Job, weight: Weight) -> int:
     stacked = math.prod(size for name, size in pairs if name in ("layers", "experts", None))
     model_side = sizes["d_model"]
     return stacked * (model_side + weight.size // stacked // model_side)
+
+
+def teacher_field_bytes(job: Job) -> float:
+    """Return the bytes on a device of the predictions that the teacher adds to a batch."""
+    fields = job.config.objective.added_fields(job.seq_len, job.model.vocab_size)
+    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
+    return job.rows * sum(sizes) / job.spec[CONTEXT]
+
+
+def teacher_bytes(job: Job) -> float:
+    """Return the bytes of the teacher's weights on a device; 0 without a teacher."""
+    teacher = job.teacher
+    if teacher is None:
+        return 0.0
+    return sum(w.num_bytes * teacher.size(w, "param") for w in teacher.weights)
+
+
+def _teacher_phase(job: Job) -> dict[str, Mapping[str, float]]:
+    """Return "teacher" -> name -> bytes alive while it predicts, at most; {} without a teacher."""
+    teacher = job.teacher
+    if teacher is None:
+        return {}
+    costs, depth = costs_of(teacher), max(1, teacher.layers_per_stage)
+    head = dict(costs.head_parts())
+    return {
+        "teacher": {
+            "gathered weights": teacher.gathered_bytes(teacher.layers) / depth
+            + head.get("gathered weights", 0.0),
+            "activations": costs.working(),
+            "logits": head.get("logits", 0.0),
+        }
+    }
 
 
 def _phases(job: Job) -> dict[str, Parts]:

@@ -17,11 +17,10 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.weights import GROUPS
 from jaxdist.hardware.catalog import HOST_BYTES_PER_S
-from jaxdist.plan.estimate import attention, products, teacher, traffic
+from jaxdist.plan.estimate import attention, products, traffic
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import moment_bytes, node_moment_bytes
 from jaxdist.plan.estimate.model_costs import ModelCosts, Work, costs_of
-from jaxdist.plan.estimate.muon import orthogonalized
 from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 
@@ -93,9 +92,17 @@ def estimate_time(job: Job) -> StepTime:
     busy = products_s + attention_s + memory + launches
     is_long = job.seq_len >= LONG or job.plan.exchange is not None
     others = MEASURED["long or split rows" if is_long else "other trainers"]
-    work = orthogonalization_flops(job)
+    work = products.orthogonalization_flops(job)
     peak = job.cluster.gpu.peak_flops["float32"]
     fetched = job.num_microbatches * job.layers_per_stage * costs_of(job).offloaded_per_layer()
+    # Copies go both ways at once; all moments of a node are read from its disk and written.
+    offload, moments = job.config.train.offload, moment_bytes(job)
+    disk = 2 * node_moment_bytes(job) * (offload == "disk")
+    # All hops of a ring except the local one overlap with attention.
+    exchange = job.plan.exchange
+    beside_ring = attention_s * (1 - exchange.inner / job.spec[CONTEXT]) if exchange else 0.0
+    chunks, software = row_chunks(job.micro_rows, job.plan.max_row_chunks), rates.software
+    beside_rows = software.hidden_in_groups if chunks > 1 else software.hidden_in_tensor
     parts = {
         "products": products_s,
         "attention": attention_s,
@@ -103,12 +110,12 @@ def estimate_time(job: Job) -> StepTime:
         "launch gaps": launches,
         "optimizer": rates.seconds(optimizer_work(job))
         + (work / products.rate(job, peak, "float32") if work else 0.0),
-        "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
+        "moments to and from host memory": moments * (offload == "host") / HOST_BYTES_PER_S,
         # Backward of each layer fetches its own first; copies to the host overlap with forward.
         "activations from host memory": fetched / HOST_BYTES_PER_S,
-        "moments to and from the disk": _disk_moments(job) / job.cluster.disk_bytes_per_s,
+        "moments to and from the disk": disk / job.cluster.disk_bytes_per_s,
         "pipeline bubble": waiting,
-        **_exposed(flows, busy, _beside_ring(job, attention_s), _beside_rows(job), rates.software),
+        **_exposed(flows, busy, beside_ring, beside_rows, rates.software),
     }
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -180,15 +187,6 @@ def _attention_share(job: Job) -> float:
     return share * products.clock(gpu, _peak(job), str(job.dtype), share)
 
 
-def _moved_moments(job: Job) -> float:
-    """Return the bytes of moments copied each way, both at once; 0 unless offloaded to hosts."""
-    return moment_bytes(job) if job.config.train.offload == "host" else 0.0
-
-
-def _disk_moments(job: Job) -> float:
-    return 2 * node_moment_bytes(job) if job.config.train.offload == "disk" else 0.0
-
-
 def _peak(job: Job) -> float:
     peaks = job.cluster.gpu.peak_flops
     return peaks.get(str(job.dtype)) or peaks["float32"]
@@ -248,15 +246,6 @@ def optimizer_work(job: Job) -> Work:
     return Work(memory_bytes=float(per_element * elements + average))
 
 
-def orthogonalization_flops(job: Job) -> float:
-    """Return a device's float32 FLOPs of Muon's Newton-Schulz steps; 0 without Muon."""
-    total = 0.0
-    for share in orthogonalized(job):
-        low, high = sorted((share.rows, share.columns))
-        total += share.matrices * 5 * (4 * low * low * high + 2 * low**3)
-    return total
-
-
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Return (work, seconds of the pipeline bubble, seconds of launch gaps) of the busiest GPU."""
     costs = costs_of(job)
@@ -270,7 +259,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     # Passes that an objective computes first; a third of the work of the ends is forward.
     passes = getattr(job.model.objective, "extra_forwards", 0)
     first = (forward * layers + ends * (1 / 3)) * (passes * count)
-    first += forward * (layers * count * job.has_first_pass) + teacher.work(job) * count
+    first += forward * (layers * count * job.has_first_pass) + teacher_work(job) * count
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count + first
         return total, 0.0, launches
@@ -285,6 +274,17 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
         max(0.0, rates.seconds(ends) - spared) * count + rates.seconds(extra) + rates.seconds(first)
     )
     return total, max(0.0, duration - spent), launches
+
+
+def teacher_work(job: Job) -> Work:
+    """Return the work of the teacher's forward pass over a microbatch; zero without a teacher."""
+    teacher = job.teacher
+    if teacher is None:
+        return Work()
+    costs = costs_of(teacher)
+    # A frozen head counts two products, and prediction has two: one selects the most probable
+    # tokens, the other returns their probabilities.
+    return costs.forward() * teacher.layers_per_stage + costs.head()
 
 
 _OVERLAPPED = ("weights", "gradients")
@@ -315,16 +315,3 @@ def _exposed(
             own = flow.seconds / software.links
             seconds[flow.purpose] += (1 - software.hidden) * own + late * own / together
     return {f"waiting for {purpose}": spent for purpose, spent in seconds.items()}
-
-
-def _beside_rows(job: Job) -> float:
-    software = job.engine.software
-    chunks = row_chunks(job.micro_rows, job.plan.max_row_chunks)
-    return software.hidden_in_groups if chunks > 1 else software.hidden_in_tensor
-
-
-def _beside_ring(job: Job, attention_s: float) -> float:
-    """Return the seconds of attention that overlap with a ring: all hops except the local one."""
-    if job.plan.exchange is None:
-        return 0.0
-    return attention_s * (1 - job.plan.exchange.inner / job.spec[CONTEXT])

@@ -19,7 +19,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import DecoderShape
-from jaxdist.plan.estimate.muon import orthogonalized
+from jaxdist.plan.estimate.products import orthogonalized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
