@@ -34,9 +34,11 @@ LARGE = {
 """Name -> config and settings, on 128 H100."""
 
 LARGEST = {
-    "405B, remat names:attention (the config)": "llama3_405b_pipeline",
+    "405B, remat names:attention,attention_out (the config)": "llama3_405b_pipeline",
+    "405B, remat names:attention": "llama3_405b_pipeline --train.remat names:attention",
     "405B, remat full": "llama3_405b_pipeline --train.remat full",
-    "405B, pp=8, cp=2": "llama3_405b_pipeline --mesh fsdp=4,tp=8,pp=8,cp=2",
+    "405B, pp=8, cp=2, remat names:attention": "llama3_405b_pipeline --mesh fsdp=4,tp=8,pp=8,cp=2"
+    " --train.remat names:attention",
     "405B, fsdp=256,tp=2, no stages": "llama3_405b",
 }
 """Name -> config and settings, on 512 H100."""
