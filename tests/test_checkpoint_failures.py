@@ -1,7 +1,6 @@
 """Saves that fail and second runs damage no existing checkpoint."""
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -224,9 +223,9 @@ def test_training_stops_after_too_many_consecutive_failures(run, monkeypatch):
     assert opened.choose() == 8
 
 
-def small_file_system(path: Path, mib: int):
+def small_file_system(path: Path, options: str):
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -235,37 +234,12 @@ def small_file_system(path: Path, mib: int):
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
 
 
-@contextlib.contextmanager
-def read_only(directory: Path):
-    """Mount the directory read-only over itself: not even root can write there."""
-    mount = ["mount", "--bind", str(directory), str(directory)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
-def test_a_run_on_a_read_only_directory_is_refused(run):
-    with (
-        read_only(run.path),
-        refused(run.path, os.strerror(errno.EROFS), "--run-dir"),
-    ):
-        Checkpointer(run.path, CheckpointConfig())
-
-
 @pytest.mark.parametrize(
     "rejected_before_writing", [True, False], ids=["before_writing", "while_writing"]
 )
 def test_a_full_disk_damages_no_older_checkpoint(tmp_path, monkeypatch, rejected_before_writing):
     disk = tmp_path / "disk"
-    small_file_system(disk, 8)
+    small_file_system(disk, "size=8m")
     try:
         if not rejected_before_writing:
             usage = shutil.disk_usage(disk)._replace(free=1 << 40)
@@ -282,6 +256,16 @@ def test_a_full_disk_damages_no_older_checkpoint(tmp_path, monkeypatch, rejected
         opened.save(6, state_at(6), {}, force=True)  # a smaller one fits
         assert opened.wait() is True and opened.verify(6) == ""
         opened.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_run_on_a_read_only_directory_is_refused(tmp_path):
+    disk = tmp_path / "disk"
+    small_file_system(disk, "ro")
+    try:
+        with refused(disk, os.strerror(errno.EROFS), "--run-dir"):
+            Checkpointer(disk, CheckpointConfig())
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

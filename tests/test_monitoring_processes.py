@@ -391,27 +391,22 @@ def test_unsupported_gpu_readings_are_omitted(monkeypatch):
     assert "gpu_utilization" not in summary and summary["gpu_power_w"] == 100.0
 
 
-def test_missing_package_is_reported_once_and_the_run_continues(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+@pytest.mark.parametrize(
+    ("module", "platform", "message"),
+    [
+        (None, "gpu", "nvidia-ml-py"),
+        (fake_nvml(nvmlInit=True), "gpu", "Not Supported"),
+        (None, "cpu", ""),
+    ],
+)
+def test_without_nvml_nothing_is_read_and_gpus_cause_one_line(
+    monkeypatch, module, platform, message
+):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
     messages = []
-    sensors = GpuStats(gpus(0), {}, messages.append)
-    assert sensors.read() == {}
-    assert len(messages) == 1 and "nvidia-ml-py" in messages[0]
-
-
-def test_failing_driver_is_not_fatal(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlInit=True))
-    messages = []
-    assert GpuStats(gpus(0), {}, messages.append).read() == {}
-    (line,) = messages
-    assert line.endswith("Not Supported")
-
-
-def test_cpu_reads_no_sensor():
-    messages = []
-    cpu = types.SimpleNamespace(platform="cpu", id=0)
-    assert GpuStats([cpu], {}, messages.append).read() == {}
-    assert messages == []
+    devices = [types.SimpleNamespace(platform=platform, local_hardware_id=0, id=0)]
+    assert GpuStats(devices, {}, messages.append).read() == {}
+    assert len(messages) == bool(message) and message in "".join(messages)
 
 
 def test_readings_are_in_records_and_summary(tmp_path, monkeypatch):

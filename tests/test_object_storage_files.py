@@ -10,7 +10,7 @@ import object_servers
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from commands import TINY, Fork, run_here, tiny
+from commands import Fork, run_here, tiny
 from data_cases import cache  # noqa: F401
 from hf_models import CHATML, write_tokenizer
 from object_runs import upload
@@ -166,22 +166,6 @@ def test_text_changed_during_reading_is_rejected(server, written, is_refused):
     with refused(bucket / "a.txt", "changed"):
         made()
     assert not list(cache_folder().rglob("corpus.json"))
-
-
-@pytest.mark.parametrize(
-    ("source", "facts"),
-    [
-        ("s3://bucket/text/none", ["data.sources", "s3://bucket/text/none"]),
-        ("s3://bucket/text/*.nothing", ["s3://bucket/text/*.nothing", "matches no file"]),
-        ("s3://bucket/text", ["mixes kinds"]),
-        ("s3://absent-bucket/*.txt", ["data.sources", "no such bucket"]),
-    ],
-)
-def test_missing_text_ends_a_run_before_it_starts(text, source, facts):
-    with refused(*facts):
-        rows_of(source)
-    with refused(*facts):
-        run_here("train", *TINY, f"--data.sources={source}", "--steps=1")
 
 
 def test_images_and_text_are_distinguished_by_url(text):

@@ -11,7 +11,6 @@ from object_runs import history, take_a_lock_twice
 from refusals import refused
 from store_kills import kill_at
 
-from jaxdist.data import DataConfig, open_datasets
 from jaxdist.runtime.storage import locate, objects
 
 
@@ -50,17 +49,6 @@ def test_an_object_of_any_size_is_one_request(folder):
     (folder / "large").write(content)
     assert (folder / "large").read() == content
     assert (folder / "large").part(5 << 20, 3) == content[5 << 20 : (5 << 20) + 3]
-
-
-def test_text_is_read_once_and_again_after_a_change(folder, monkeypatch):
-    rows = lambda: open_datasets(DataConfig(sources=[f"{folder}/*.txt"]), seq_len=16)[0].fingerprint
-    (folder / "a.txt").write("one text\n" * 100)
-    first = rows()
-    with monkeypatch.context() as unread:
-        unread.delattr(objects.ObjectLocation, "part")
-        assert rows() == first
-    (folder / "a.txt").write("six text\n" * 100)
-    assert rows() != first
 
 
 def test_a_tree_that_another_process_is_deleting_is_deleted_completely(folder, monkeypatch):

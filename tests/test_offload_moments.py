@@ -189,26 +189,19 @@ def test_a_torn_group_is_never_read(damage, tmp_path):
         files.read(2, 0)
 
 
-def test_a_step_detects_a_stale_group(tmp_path):
-    made, files, _ = steps_of("dp=1", tmp_path)
-    step, state = made["files"]
+@pytest.mark.parametrize(("store", "error"), [("files", DamagedMoments), ("host", RuntimeError)])
+def test_a_step_detects_a_stale_group(store, error, tmp_path):
+    made, files, host = steps_of("dp=1", tmp_path)
+    step, state = made[store]
     batch = place_batch(batch_of("learned"), step.batch_sharding)
-    state, _ = step.train(state, batch, np.inf)
-    shutil.copy(files._file(1), tmp_path / "old")
-    state, _ = step.train(state, batch, np.inf)
-    shutil.copy(tmp_path / "old", files._file(1))
-    with refused("group-1", "step 1", "step 2", error=DamagedMoments):
-        step.train(state, batch, np.inf)
-
-
-def test_a_step_detects_a_stale_group_in_host_memory(tmp_path):
-    made, _, host = steps_of("dp=1", tmp_path)
-    step, state = made["host"]
-    batch = place_batch(batch_of("learned"), step.batch_sharding)
+    if store == "files":
+        shutil.copy(files._file(1), tmp_path / "old")
     old = dict(host._kept)
     state, _ = step.train(state, batch, np.inf)
+    if store == "files":
+        shutil.copy(tmp_path / "old", files._file(1))
     host._kept[1] = old[1]
-    with refused("group 1", "step 0", "step 1", error=RuntimeError):
+    with refused("1 ", "step 0", "step 1", error=error):
         step.train(state, batch, np.inf)
 
 

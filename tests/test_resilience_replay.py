@@ -161,10 +161,6 @@ def test_replay_of_a_missing_run_is_rejected(tmp_path, monkeypatch):
         run_here("train", "--replay", "nowhere:3")
 
 
-def test_anomaly_round_trips_through_its_file():
-    assert Anomaly(**json.loads(json.dumps(dataclasses.asdict(OFFENCE)))) == OFFENCE
-
-
 @pytest.mark.slow
 def test_step_without_labels_is_replayed_and_compared(tmp_path, capsys):
     """A prompt that fills the row leaves no label; one sample of a plain answer follows."""

@@ -82,44 +82,33 @@ def test_processes_join_and_process_0_lists_all_devices():
         assert all(row[2:] == ["0-1", "cpu", "-"] for row in rows)
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_preemption_signal_to_one_process_stops_all_on_one_step(name):
-    codes, out, _ = Processes(
-        f"""
-        job = runtime.join()
-        send = lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.{name})
-        return loop(job, stop, send)
-        """
-    ).end()
+SEND = "lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.SIGNAL)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"return loop(runtime.join(), stop, {SEND.replace('SIGNAL', 'SIGUSR1')})",
+        pytest.param(
+            f"job, stop = runtime.join(), runtime.Preemption()\n"
+            f"return loop(job, stop, {SEND.replace('SIGNAL', 'SIGTERM')})",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "INDEX == 0 and os.kill(os.getpid(), signal.SIGUSR1)\n"
+            "return loop(runtime.join(), stop)",
+            marks=pytest.mark.slow,
+        ),
+        # Like a resumed run that still restores: the service counts calls, not steps.
+        "job = runtime.join()\nINDEX == 1 and os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(1)\nreturn loop(job, stop, first=150, num_steps=300)",
+    ],
+    ids=["in_a_step", "listener_after_join", "before_join", "before_the_first_step"],
+)
+def test_a_signal_to_one_process_stops_all_on_one_step(body):
+    codes, out, _ = Processes(body).end()
     assert codes == [75, 75]
     assert out[0] == out[1] and out[0].startswith("stopped")
-
-
-@pytest.mark.slow
-def test_preemption_listener_created_after_join_leaves_sigterm_to_the_service():
-    codes, out, _ = Processes(
-        """
-        job = runtime.join()
-        stop = runtime.Preemption()
-        send = lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.SIGTERM)
-        return loop(job, stop, send)
-        """
-    ).end()
-    assert codes == [75, 75]
-    assert out[0] == out[1] and out[0].startswith("stopped")
-
-
-@pytest.mark.slow
-def test_preemption_signal_before_join_is_not_lost():
-    codes, out, _ = Processes(
-        """
-        if INDEX == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return loop(runtime.join(), stop)
-        """
-    ).end()
-    assert codes == [75, 75]
-    assert out[0] == out[1]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -226,18 +215,3 @@ def test_process_that_never_joins_is_named_by_the_waiting_one():
     assert processes.processes[0].returncode == 1
     facts = "RendezvousError: process 1 of 2", "127.0.0.1:", f"to do:   {RendezvousError.advice}"
     assert missing(err, *facts) == []
-
-
-def test_preemption_signal_between_join_and_the_first_step_is_not_lost():
-    """Like a resumed run that still restores and compiles: the service counts calls, not steps."""
-    codes, out, _ = Processes(
-        """
-        job = runtime.join()
-        if INDEX == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-        return loop(job, stop, first=150, num_steps=300)
-        """
-    ).end()
-    assert codes == [75, 75]
-    assert out[0] == out[1] and out[0].startswith("stopped 15")

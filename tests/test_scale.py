@@ -201,19 +201,6 @@ def test_a_fault_is_named_and_the_job_continues_or_ends_with_its_code(fault):
     assert result.outcome and bool(result.named) == ("stalls" not in fault)
 
 
-def test_search_for_a_gpu_used_twice_reads_each_reply_once():
-    class Counted(dict):
-        reads = 0
-
-        def __getitem__(self, name):
-            Counted.reads += name == "gpus"
-            return super().__getitem__(name)
-
-    everyone = [Counted(host="n", versions={}, gpus=[f"GPU-{i}"]) for i in range(4096)]
-    distributed._check_processes(everyone)
-    assert Counted.reads == len(everyone)
-
-
 def test_differing_settings_and_a_shared_gpu_are_rejected_in_every_process(stand_ins, monkeypatch):
     def settings(process):
         distributed._check_settings({"train.steps": "9" if process == 5 else "10"}, 60)

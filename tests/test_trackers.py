@@ -4,7 +4,6 @@ import logging
 import math
 import sys
 import threading
-import time
 from unittest import mock
 
 import jax.numpy as jnp
@@ -96,22 +95,6 @@ def test_a_failing_tracker_is_named_once_and_disabled(caplog):
         [named(Breaking), "no_such_module:f"]
     )
     assert [entry[0] for entry in GOT if isinstance(entry, tuple)] == [1, 2, 3]
-
-
-def test_pending_warnings_are_logged_when_trackers_close(monkeypatch):
-    warnings = []
-
-    def slowly(*words):
-        begun.set()
-        time.sleep(0.2)
-        warnings.append(words)
-
-    begun = threading.Event()
-    monkeypatch.setattr(trackers.logger, "warning", slowly)
-    broken = Trackers(["no_such_module:f"], IDENTITY)
-    assert begun.wait(60)
-    broken.close()
-    assert len(warnings) == 1
 
 
 def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
