@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import FILE_NAME as LOCK_NAME
 from jaxdist.checkpoint.lock import DirectoryLock
-from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, file_system_problem, locate
 from jaxdist.settings import ConfigError, setting
 
@@ -65,14 +64,6 @@ def checkpoint_of(path: str, step: int) -> Location:
             return directory / candidate
         reasons.append(f"checkpoint {candidate} in {directory} is corrupt: {reason}")
     raise ConfigError([*reasons, "Use another step, or restore its files."])
-
-
-def nothing_under(prefix: str, names: Iterable[str]) -> str:
-    """Return the error message for a `--under` prefix that matches no array."""
-    return (
-        f"--under {prefix}: no array name begins with it. Names: "
-        f"{few(list(dict.fromkeys(names)), 3)}."
-    )
 
 
 def new_directory(path: str) -> Location:

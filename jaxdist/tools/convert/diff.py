@@ -12,8 +12,8 @@ import numpy as np
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays
 from jaxdist.runtime.formatting.numbers import percent
-from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
+from jaxdist.settings import setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,6 @@ class Config:
     b: str = setting(
         "", "run directory, its checkpoints/, or one checkpoint B, to compare with A", required=True
     )
-    step_a: int = setting(-1, "checkpoint of A; -1 = as named by A, else the newest valid")
-    step_b: int = setting(-1, "checkpoint of B; -1 = as named by B, else the newest valid")
-    under: str = setting("", "compare only arrays whose names begin with this, e.g. params")
     limit: int = setting(
         40, "number of differing arrays to print, largest difference first; 0 = all", ge=0
     )
@@ -35,9 +32,8 @@ class Config:
 
 def run(config: Config) -> int:
     """Print the differences of two checkpoints; return 0 if they are equal, else 1."""
-    a = StoredArrays(checkpoint_of(config.a, config.step_a))
-    b = StoredArrays(checkpoint_of(config.b, config.step_b))
-    result = compare(a, b, config.under)
+    a, b = (StoredArrays(checkpoint_of(path, -1)) for path in (config.a, config.b))
+    result = compare(a, b)
     if config.json:
         print(json.dumps(result))
     else:
@@ -45,16 +41,13 @@ def run(config: Config) -> int:
     return 1 if any(result[part] for part in ("only_a", "only_b", "reshaped", "differing")) else 0
 
 
-def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
+def compare(a: StoredArrays, b: StoredArrays) -> dict[str, Any]:
     """Return the arrays' names in lists `only_a`, `only_b`, `identical`; others with details.
 
     `reshaped` maps a name to both shapes, `differing` to statistics of the difference. Only arrays
     with a different dtype or checksum are read.
     """
-    in_a = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
-    in_b = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
-    if not in_a and not in_b:
-        raise ConfigError(nothing_under(under, [*a.entries, *b.entries]))
+    in_a, in_b = a.entries, b.entries
     result: dict[str, Any] = {
         "only_a": [name for name in in_a if name not in in_b],
         "only_b": [name for name in in_b if name not in in_a],

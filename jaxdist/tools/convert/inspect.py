@@ -13,8 +13,8 @@ from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
-from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
+from jaxdist.settings import setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 _WIDEST = 60
 """Characters of the longest list that is printed in full."""
@@ -26,7 +26,6 @@ class Config:
 
     path: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = as named by PATH, else the newest valid")
-    under: str = setting("", "print only arrays whose names begin with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings of the run")
     json: bool = setting(False, "print one JSON object instead of text")
 
@@ -41,10 +40,7 @@ def run(config: Config) -> int:
         **{key: value for key, value in meta.items() if key != "config"},
         **_totals(stored),
     }
-    order = [name for item in ITEMS for name in stored.entries if name.startswith(item + "/")]
-    names = [name for name in order if name.startswith(config.under)]
-    if not names:
-        raise ConfigError(nothing_under(config.under, order))
+    names = [name for item in ITEMS for name in stored.entries if name.startswith(item + "/")]
     if config.json:
         arrays = {name: stored.entries[name] for name in names}
         print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))

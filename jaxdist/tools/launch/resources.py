@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -33,34 +34,16 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
     return Capacity(max_processes=min(most, gpus), devices=gpus, gpus=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class OomKills:
-    """Number of processes killed for lack of memory: in this cgroup if `own`, else on this host."""
-
-    count: int = 0
-    own: bool = False
-
-
-def count_oom_kills() -> OomKills:
-    """Return the kernel's count for this cgroup (version 2), or else for this host.
-
-    A count of the host may include processes of other jobs. 0 if the kernel has no counter.
-    """
-    try:
+def count_oom_kills() -> int:
+    """Return how many processes of this cgroup (version 2) the kernel killed for lack of memory."""
+    with contextlib.suppress(OSError):
         group = re.search(r"^0::/(.*)$", locate("/proc/self/cgroup").text(), re.MULTILINE)
-    except OSError:
-        group = None
-    # In a container the group is the root, or a path on the host that does not exist here.
-    names = (group[1], "") if group else ()
-    own = [os.path.join("/sys/fs/cgroup", name, "memory.events") for name in names]
-    for path in (*own, "/proc/vmstat"):
-        try:
-            match = re.search(r"^oom_kill (\d+)$", locate(path).text(), re.MULTILINE)
-        except OSError:
-            continue
-        if match:
-            return OomKills(int(match[1]), path in own)
-    return OomKills()
+        # In a container the group is the root, or a path on the host that does not exist here.
+        for name in (group[1], "") if group else ():
+            with contextlib.suppress(OSError):
+                events = locate(os.path.join("/sys/fs/cgroup", name, "memory.events")).text()
+                return int(re.findall(r"^oom_kill (\d+)$", events, re.MULTILINE)[0])
+    return 0
 
 
 def count_gpus() -> int:

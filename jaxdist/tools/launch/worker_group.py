@@ -28,13 +28,10 @@ from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
 from jaxdist.tools.launch import log
 from jaxdist.tools.launch.fork_server import Process, Start, die_with_parent
-from jaxdist.tools.launch.resources import OomKills, count_oom_kills
+from jaxdist.tools.launch.resources import count_oom_kills
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # length of the message; stacks of all threads follow
-
-_OOM_WINDOW_S = 60.0
-"""A killed process may need many seconds to free its memory and end."""
 
 
 def start_command(command: list[str], environ: dict[str, str], output: int) -> Process:
@@ -76,9 +73,7 @@ class Worker:
         self._own_version = self._own_log.version()
         self.ended_at = 0.0
         self.killed = False
-        # Counts one to two windows ago, and in the last window: older kills are unrelated.
-        self._oom_kills = self._oom_kills_next = count_oom_kills()
-        self._oom_counted_at = time.monotonic()
+        self._oom_kills = count_oom_kills()
         self.quiet = False
         self.service_lines: list[str] = []
         self.last_lines: deque[str] = deque(maxlen=40)
@@ -101,12 +96,9 @@ class Worker:
 
     def poll(self) -> int | None:
         """Return the exit code of the process, or None while it runs."""
-        code, now = self.process.poll(), time.monotonic()
+        code = self.process.poll()
         if code is not None and not self.ended_at:
-            self.ended_at = now
-        if code is None and now - self._oom_counted_at > _OOM_WINDOW_S:
-            self._oom_kills, self._oom_kills_next = self._oom_kills_next, count_oom_kills()
-            self._oom_counted_at = now
+            self.ended_at = time.monotonic()
         return code
 
     def signal(self, number: int) -> None:
@@ -169,25 +161,15 @@ class Worker:
             hint = f": lost {self._lost_peers()}; it or its host died, or the network failed"
         return f"killed by {signal.Signals(-code).name}{hint}"
 
-    def may_be_out_of_memory(self) -> bool:
-        """Return whether the process was killed while the kernel counted an out-of-memory kill."""
-        killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
-        return self.process.returncode in killed and self._new_oom_kills().count > 0
+    def is_out_of_memory(self) -> bool:
+        """Return whether it was killed after the kernel had killed processes of this job."""
+        is_killed = self.process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return is_killed and count_oom_kills() > self._oom_kills
 
     def _who_killed(self) -> str:
-        kills = self._new_oom_kills()
-        if not kills.count:
-            return " (out of memory? see dmesg)"
-        if kills.own:
+        if self.is_out_of_memory():
             return ": killed by the kernel, because the job ran out of memory on this host"
-        return (
-            ": perhaps killed by the kernel, because the host ran out of memory; it killed a "
-            "process of this host at that time (see dmesg)"
-        )
-
-    def _new_oom_kills(self) -> OomKills:
-        now = count_oom_kills()
-        return OomKills(now.count - self._oom_kills.count, now.own)
+        return " (out of memory? see dmesg)"
 
     def _lost_peers(self) -> str:
         """Return text: the processes that jax reported as lost (process 0 if none), with hosts."""
@@ -457,7 +439,7 @@ class WorkerGroup:
             details=record["error"] if record else last_lines,
             advice=record["advice"]
             if record
-            else runtime.HOST_MEMORY_ADVICE * first.may_be_out_of_memory(),
+            else runtime.HOST_MEMORY_ADVICE * first.is_out_of_memory(),
             log_file="" if is_rejected else str(first.log_file),
             seconds=first.ended_at - self.started,
             failed_at=first.ended_at,
