@@ -47,21 +47,20 @@ def make_run(
     clock=None,
     price=True,
     unit="tokens",
+    config="",
 ):
     """Write a run of eight devices; step s has loss losses[s - start_step - 1] and 800 tokens."""
     clock = clock or Clock()
     run = RunDirectory.open(root / name)
-    text = CONFIG.format(name=name, peak_lr=peak_lr)
-    run.write_config(text)
+    run.write_config(config or CONFIG.format(name=name, peak_lr=peak_lr))
     run.write_environment(
         {
             "devices": {"kind": "Tesla T4" if price else "cpu"},
             "git": [{"commit": "0123456789abcdef", "dirty": True}],
         }
     )
-    config = MonitoringConfig(tracker=[], peak_tflops=1e-6)
     monitor = Monitor(
-        config,
+        MonitoringConfig(tracker=[], peak_tflops=1e-6),
         run,
         total_steps=10,
         start_step=start_step,

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from commands import ROOT, tiny
 from refusals import missing, refused
+from test_report import make_run
 from test_slurm import run_script
 
 from jaxdist.config import read_run
-from jaxdist.config.monitoring import MonitoringConfig
-from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.storage import ObjectLocation
 from jaxdist.settings import ConfigError, write_toml
 from jaxdist.tools.sweep import __main__ as command
@@ -108,23 +106,9 @@ def test_problems_of_all_combinations_are_reported_before_any_run_starts(monkeyp
 
 
 def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
-    run = RunDirectory.open(trial.path)
-    run.write_config(write_toml(trial.config))
-    monitor = Monitor(
-        MonitoringConfig(tracker=[], peak_tflops=1e-6),
-        run,
-        total_steps=trial.config.train.steps,
-        start_step=0,
-        flops_per_token={"causal": 1000.0},
-        unit="tokens",
-    )
-    steps = trial.config.train.steps if steps is None else steps
-    for step in range(1, steps + 1):
-        values = {"loss": 5.0, "applied": True}
-        monitor.train(step, values, tokens=8, step_time_s=1.0, data_wait_s=0.0)
-    monitor.eval(steps, {"loss": loss})
-    monitor.summary("finished" if steps == trial.config.train.steps else "preempted")
-    monitor.close()
+    steps, end = (steps, "preempted") if steps else (trial.config.train.steps, "finished")
+    text, evals = write_toml(trial.config), [(steps, loss)]
+    make_run(trial.path.parent, trial.name, [5.0] * steps, evals=evals, end=end, config=text)
 
 
 @pytest.fixture
