@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_496,
-    "package code lines": 46_819,
-    "test lines": 48_287,
+    "package lines": 65_350,
+    "package code lines": 46_715,
+    "test lines": 48_065,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -6,9 +6,9 @@
 It first reads both run directories: different settings and software, the first step with different
 data rows, the first step with a different loss, gradient norm or learning rate, and the first
 checkpoint with different arrays. Then it reruns the steps after the last equal checkpoint, each run
-with its own settings but on one mesh, and compares digests of parameters, activations and gradients
-of every layer. It reports the first step, layer and tensor that differ. If the reruns are equal, it
-reports which run recorded other values. Nothing is written into a run directory.
+with its own settings but on one mesh, and compares digests of parameters, optimizer state, rows and
+gradients of every layer. It reports the first step, layer and tensor that differ. If the reruns are
+equal, it reports which run recorded other values. Nothing is written into a run directory.
 
 Exit code: 0 if the runs are equal, 1 if they diverge, 2 if they cannot be compared.
 """

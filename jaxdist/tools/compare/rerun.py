@@ -15,10 +15,9 @@ import numpy as np
 
 from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.checksum import checksum, checksums
-from jaxdist.core import collectives
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import make_context, make_value_and_grad
-from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
+from jaxdist.core.types import Array, Batch
 from jaxdist.core.weights import GROUPS
 from jaxdist.data import Loader
 from jaxdist.run.data_checks import open_run_data
@@ -157,44 +156,26 @@ def _checked_batches(loader: Loader, history: History, step: int) -> Iterator[Ba
 Digests = dict[str, Any]
 """Name of a tensor -> digest, in the order in which a step computes them."""
 
-_PROBE = "digests"
-_STAGES = ("input", "output", "gradient of the output")
-_LANES = 8
-"""Numbers per digest. Each is an integer below 256, so a cast to bfloat16 is exact."""
-
 
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
     """Return (state, batch [global_batch_size, ...]) -> digests of tensors; no state is donated."""
-    model = _with_probe(parts.model) if parts.model.num_layers else parts.model
-    gradients = make_value_and_grad(
-        model,
-        parts.layout,
-        parts.plan,
-        make_context(model, parts.layout, parts.plan),
-    )
+    model, layout, plan = parts.model, parts.layout, parts.plan
+    gradients = make_value_and_grad(model, layout, plan, make_context(model, layout, plan))
 
     @jax.jit
     def step(state: TrainState, batch: Batch) -> dict[str, Any]:
-        lanes: Array | None = None
         key = jax.random.fold_in(state.key, state.step)
-        params, scale = state.params, state.loss_scale.get("scale", jnp.ones((), jnp.float32))
-        if model is not parts.model:
-            count = parts.plan.layers.num_stored
-            zeros = jnp.zeros((count, len(_STAGES) * _LANES), jnp.float32)
-            params = {**params, "layers": {**params["layers"], _PROBE: zeros}}
-        sums, grads, norm = gradients(params, batch, key, scale)
-        if model is not parts.model:
-            lanes = grads["layers"].pop(_PROBE)
+        scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
+        sums, grads, norm = gradients(state.params, batch, key, scale)
         return {
             **{item: _digests(tree) for item, tree in state.groups.items()},
             "opt_state": _digests(state.opt_state),
             "batch": {name: checksum(values) for name, values in batch.items()},
-            "lanes": lanes,
             "sums": {**sums, "grad_norm": norm},
-            "grads": _digests(grads),
+            "gradient": _digests(grads),
         }
 
-    positions = parts.plan.layers.positions
+    positions = plan.layers.positions
 
     def in_model_order(digests: dict[str, Any]) -> dict[str, Any]:
         """Return digests [layers, ...] reordered from execution order to that of the model."""
@@ -216,22 +197,11 @@ def _digests(tree: Any) -> dict[str, Array]:
 def _in_order(digests: dict[str, Any]) -> Digests:
     """Return the digests by name, in the order in which a step computes them."""
     ordered: Digests = {}
-    lanes = digests["lanes"]
-    for part in (*(group.item for group in GROUPS.values()), "opt_state"):
-        ordered |= _by_layer(digests.get(part, {}), part)
-    ordered |= {f"batch/{name}": int(digest) for name, digest in digests["batch"].items()}
-    count = 0 if lanes is None else len(lanes)
-    parts = [] if lanes is None else np.split(np.asarray(lanes), len(_STAGES), axis=1)
-    for layer in range(count):
-        for stage in (0, 1):
-            ordered[f"layer {layer}: {_STAGES[stage]}"] = parts[stage][layer].tobytes()
-    sums = dict(digests["sums"])
+    sums = {name: np.asarray(value).tobytes() for name, value in digests["sums"].items()}
     norm = sums.pop("grad_norm")
-    ordered |= {name: np.asarray(value).tobytes() for name, value in sums.items()}
-    for layer in reversed(range(count)):
-        ordered[f"layer {layer}: {_STAGES[2]}"] = parts[2][layer].tobytes()
-    ordered |= _by_layer(digests["grads"], "gradient")
-    return ordered | {"grad_norm": np.asarray(norm).tobytes()}
+    for part in (*(group.item for group in GROUPS.values()), "opt_state", "batch"):
+        ordered |= _by_layer(digests.get(part, {}), part)
+    return ordered | sums | _by_layer(digests["gradient"], "gradient") | {"grad_norm": norm}
 
 
 def _by_layer(digests: dict[str, Any], part: str) -> Digests:
@@ -242,64 +212,3 @@ def _by_layer(digests: dict[str, Any], part: str) -> Digests:
         else:
             named[f"{part}/{name}"] = int(digest)
     return named
-
-
-def _with_probe(model: Model) -> Model:
-    """Return the model with an extra leaf of its stacked layers, [layers, stages * lanes]."""
-    layers = {**model.axes["layers"], _PROBE: Dims(("layers", None))}
-    block: Any = model.block
-
-    def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
-        """Return results for x [batch, seq_shard, d_model]; `lanes` gets digests as gradient."""
-        weights = dict(weights)
-        lanes = weights.pop(_PROBE)
-        before = x
-        x, sums = block(weights, x, aux, context)
-        return _observe(x, jax.lax.stop_gradient(before), lanes), sums
-
-    def init(key: Array) -> Params:
-        params = model.init(key)
-        lanes = jnp.zeros((model.num_layers, len(_STAGES) * _LANES), jnp.float32)
-        return {**params, "layers": {**params["layers"], _PROBE: lanes}}
-
-    axes = {**model.axes, "layers": layers}
-    return dataclasses.replace(model, block=probed, axes=axes, init=init)
-
-
-@jax.custom_vjp
-def _observe(x: Array, before: Array, lanes: Array) -> Array:
-    """Return `x` [batch, seq_shard, d_model]; the gradient of `lanes` is set to digests.
-
-    The digests, [3 · _LANES], are those of `before`, of `x` and of the gradient of `x`.
-    """
-    return x
-
-
-def _forward(x: Array, before: Array, lanes: Array) -> tuple[Array, Any]:
-    """Return `x` [batch, seq_shard, d_model], and digests of both inputs for `_backward`."""
-    return x, (_lanes(before), _lanes(x), before, lanes)
-
-
-def _backward(saved: Any, gradient: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, of `before` (0) and of `lanes` [3 · _LANES] (digests)."""
-    digest_before, digest_after, before, lanes = saved
-    digests = jnp.concatenate([digest_before, digest_after, _lanes(gradient)])
-    axes = collectives.varying_axes(lanes)
-    # Devices of the tensor axis hold shards or equal copies of an activation. In both cases the sum
-    # over the devices is a digest of the activation.
-    digests = collectives.vary(digests, tuple(axes))
-    if extra := tuple(collectives.varying_axes(digests) - axes):
-        digests = collectives.all_reduce(digests, extra)
-    return gradient, collectives.zeros_like(before), digests.astype(lanes.dtype)
-
-
-_observe.defvjp(_forward, _backward)
-
-
-def _lanes(x: Array) -> Array:
-    """Return a digest of a local array [n, ...]: float32 [_LANES], integers below 256."""
-    low = checksum(x)
-    high = checksum(x[::-1])
-    shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32)
-    words = jnp.concatenate([(low >> shifts) & 0xFF, (high >> shifts) & 0xFF])
-    return words.astype(jnp.float32)
