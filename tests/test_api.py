@@ -85,17 +85,14 @@ def test_reopened_run_generates_evaluates_and_exports(run, tmp_path):
 
 def test_all_problems_are_in_one_exception_and_no_file_is_created(tmp_path):
     with pytest.raises(jaxdist.ConfigError) as refused:
-        train(tmp_path / "run", steps=-1, optim={"peek_lr": 1.0}, simulated=2)
+        train(tmp_path / "run", steps=-1, optim={"peek_lr": 1.0}, simulated=2, opti={"x": 1})
     text = str(refused.value)
-    assert all(name in text for name in ("train.steps=-1", "optim.peak_lr", "simulated"))
+    assert all(
+        name in text for name in ("train.steps=-1", "optim.peak_lr", "simulated", "keyword opti")
+    )
     assert not (tmp_path / "run").exists()
     with pytest.raises(jaxdist.ConfigError, match=r"metrics\.jsonl|not a directory"):
         jaxdist.open(tmp_path / "none")
-
-
-def test_section_of_wrong_type_is_reported_by_keyword(tmp_path):
-    with refused("opti (keyword opti)"):
-        train(tmp_path / "run", opti={"peak_lr": 1e-3})
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -148,18 +145,13 @@ def test_failed_final_save_raises(monkeypatch, tmp_path):
 
 
 def test_run_stopped_by_callback_resumes_bit_identically(run, tmp_path):
-    stopped = train(tmp_path / "run", steps=4, callbacks=[lambda record: record["step"] == 1])
-    assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
-    assert stopped.summary["stop_reason"] == ""
+    stop = lambda reason: [lambda record: None, lambda record: record["step"] == 1 and reason]
+    for name, reason, stored in (("run", True, ""), ("other", "low enough", "low enough")):
+        stopped = train(tmp_path / name, steps=4, callbacks=stop(reason))
+        assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
+        assert stopped.summary["stop_reason"] == stored
     went_on = train(tmp_path / "run", steps=4)
     assert went_on.exit_reason == "finished" and went_on.losses == run.losses
-
-
-def test_reason_of_a_callback_is_in_the_summary(tmp_path):
-    callbacks = [lambda record: None, lambda record: record["step"] == 1 and "low enough"]
-    stopped = train(tmp_path / "run", steps=4, callbacks=callbacks)
-    assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
-    assert stopped.summary["stop_reason"] == "low enough"
 
 
 def test_callback_receives_the_state(tmp_path):

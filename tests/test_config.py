@@ -319,11 +319,6 @@ def test_help_shows_settings_of_the_command_before_the_rest():
     assert 0 < text.index("  --floors INT") < text.index("  --name TEXT")
 
 
-def test_help_lists_the_kinds_of_a_section_once():
-    text = help_text(Job, "paint", "Paints things.", {})
-    assert text.count("--shape.kind") == 1 and "--shape.kind {square,circle} = square" in text
-
-
 def test_help_exits_0_and_help_section_prints_one_section(capsys):
     for argv, expected in (
         (["--help"], full_help()),
@@ -345,11 +340,6 @@ def test_written_settings_read_back_equal(tmp_path):
     )
     assert read(file=write_toml(config), tmp_path=tmp_path) == config
     assert read(file=write_toml(Job()), tmp_path=tmp_path) == Job()
-
-
-def test_infinite_numbers_are_rejected_without_bounds_too():
-    with refused("shape.side=inf"):
-        read("--shape.side=inf")
 
 
 @pytest.mark.parametrize(

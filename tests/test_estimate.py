@@ -30,7 +30,7 @@ from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate import attention
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
-from jaxdist.plan.estimate.model_costs import DecoderCosts, costs_of
+from jaxdist.plan.estimate.model_costs import costs_of
 from jaxdist.plan.estimate.model_trace import decoder_of
 from jaxdist.plan.estimate.search import Candidate, search, why_not
 from jaxdist.plan.estimate.time import (
@@ -115,16 +115,6 @@ def test_state_bytes_match_the_shardings(mesh, zero, optimizer, frozen, ema_deca
     assert abs(estimated - state_bytes_of(config, jax.devices())) <= allowed
 
 
-def test_offloaded_moments_are_on_the_device_only_during_the_update():
-    here, away = job("fsdp=8"), job("fsdp=8", train={"offload_optimizer": "host"})
-    a, b = estimate_memory(here), estimate_memory(away)
-    assert b.state_bytes < a.state_bytes
-    assert b.host_bytes == a.state["optimizer moments"]
-    more = {name: sum(b.phases[name].values()) - sum(a.phases[name].values()) for name in a.phases}
-    assert more.pop("update") == pytest.approx(b.host_bytes)
-    assert set(more.values()) == {0.0}
-
-
 @pytest.fixture
 def custom(monkeypatch) -> RunConfig:
     """Return the example's model: two blocks, no stacked layers, weights of Flax's own layers."""
@@ -150,17 +140,6 @@ def test_custom_model_parameters_and_flops_match_manual_count(custom):
     assert model_flops_per_token(one) == 3 * forward
     assert estimate_time(one).model_flops == 3 * forward * 64 * seq
     assert memory.is_rough and memory.phases["loss"]["kept activations"] > 0
-
-
-def test_custom_model_search_uses_meshes_allowed_by_its_dims(custom):
-    result = search(custom, parse_gpus("h100:8")[0])
-    assert result.best is not None
-    shapes = {str(choice.job.spec) for choice in result.choices}
-    assert {"dp=8", "fsdp=8", "tp=4,dp=2"} & shapes
-    # Four heads, no stacked layers.
-    assert not any(
-        c.job.spec.sizes["tensor"] > 4 or c.job.spec.sizes["pipeline"] > 1 for c in result.choices
-    )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "names:qkv"])
@@ -193,17 +172,6 @@ def test_memory_is_within_ten_percent_of_the_gpu_compiler_and_mostly_five():
     assert {name: e for name, e in errors.items() if abs(e) > 0.10} == {}
     assert sum(abs(e) <= 0.05 for e in errors.values()) >= 0.8 * len(errors)
     assert statistics.median(map(abs, errors.values())) < 0.02
-
-
-def test_planted_fault_in_the_estimate_exceeds_the_tolerance(monkeypatch):
-    """Omitting the saved activations of one layer moves rows out of the tolerance."""
-    numbers = json.loads(plan_memory.NUMBERS.read_text())
-    case = next(c for c in plan_memory.cases() if c.name == "8b_fsdp8_dots")
-    right = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
-    kept = DecoderCosts.kept_per_layer
-    monkeypatch.setattr(DecoderCosts, "kept_per_layer", lambda costs: kept(costs) // 2)
-    wrong = plan_memory.estimated(case) / numbers[case.name]["total_bytes"] - 1
-    assert abs(right) < 0.05 and wrong < -0.15
 
 
 def test_more_recomputation_saves_less_and_computes_more():
@@ -242,13 +210,6 @@ def test_matmuls_are_six_flops_per_weight_and_token():
     assert step.products == pytest.approx(matrices * one.tokens, rel=1e-12)
     # Forward and 2.5 times that backward, whereas the MFU counts 2.
     assert step.attention == pytest.approx(3.5 / 3 * (expected["causal"] - matrices) * one.tokens)
-
-
-def test_tensor_parallelism_divides_the_matmuls():
-    """Narrower matmuls fill tiles and waves less well, never better."""
-    one, four = job(train={"remat": "none"}), job("tp=4", train={"remat": "none"})
-    shorter = estimate_time(one).parts["products"] / estimate_time(four).parts["products"]
-    assert 3 < shorter < 4
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
@@ -315,18 +276,6 @@ def test_committed_table_matches_the_script():
 SMALL = dataclasses.replace(LLAMA, num_layers=8, d_model=512, num_heads=8, mlp_dim=2048)
 
 
-def test_search_returns_the_fastest_mesh_that_fits():
-    base = job(model=SMALL).config
-    cluster = parse_gpus("h100:8")[0]
-    result = search(base, cluster)
-    assert result.best is not None and result.best.fits
-    # The search contains every mesh with unchanged settings: none of them may be much faster.
-    for choice in result.choices:
-        plain = Candidate.of(Job.of(base, choice.job.spec, cluster))
-        if plain.fits:
-            assert result.best.time.seconds <= plain.time.seconds * 1.3  # six extra features
-
-
 def test_every_rejected_mesh_has_a_reason():
     result = search(job(model=SMALL).config, parse_gpus("h100:8")[0])
     best = result.choices[0]
@@ -354,15 +303,6 @@ def test_small_models_are_replicated_and_large_ones_sharded():
     assert result.best is not None and result.best.job.spec["fsdp"] > 1
 
 
-def test_search_reports_if_no_mesh_fits():
-    huge = DecoderConfig(
-        vocab_size=128256, d_model=16384, num_layers=126, num_heads=128, mlp_dim=53248
-    )
-    result = search(job(model=huge).config, parse_gpus("l4:8")[0])
-    assert result.best is None and result.choices
-    assert not result.choices[1].fits
-
-
 DEEP = dataclasses.replace(LLAMA, d_model=2048, mlp_dim=8192, num_layers=148)
 
 
@@ -381,15 +321,6 @@ def test_microbatches_that_need_more_memory_are_not_chosen():
     sizes = {n: estimate_memory(choice.job.changed("train", num_microbatches=n)) for n in (1, 2)}
     assert sizes[1].total_bytes < sizes[2].total_bytes
     assert choice.job.num_microbatches == 1
-
-
-def test_flags_of_a_choice_are_the_changed_settings():
-    base = job(model=SMALL).config
-    result = search(base, parse_gpus("h100:8")[0])
-    flags = result.best.flags(base)
-    assert flags["mesh"] == str(result.best.job.spec)
-    same = Candidate.of(Job.of(base, MeshSpec(data=8), parse_gpus("h100:8")[0]))
-    assert same.flags(base) == {"mesh": "dp=8"}
 
 
 def test_attention_call_matches_the_blocks():

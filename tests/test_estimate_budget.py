@@ -96,14 +96,6 @@ def test_own_optimizer_is_counted_with_its_state(monkeypatch):
     assert plain.budget().replanned(False, ()).memory.state["optimizer moments"] == 0
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
-    budget = Budget.of(run(), MeshSpec(fsdp=8), gpus(8, 72), None)
-    with pytest.raises(ConfigError) as error:
-        budget.check()
-    (text,) = error.value.problems
-    assert "Add --train.num-microbatches" in text and "--override=memory" in text
-
-
 def test_the_change_that_is_named_makes_it_fit():
     config = run()
     budget = Budget.of(config, MeshSpec(fsdp=8), gpus(8, 72), None)
@@ -159,11 +151,6 @@ def test_a_compiled_step_beyond_the_limit_is_refused_with_a_fix():
 
 def test_donated_arguments_count_once():
     assert executable_bytes(stats(10, output=6, alias=5)) == 11
-
-
-def test_an_unknown_gpu_is_checked_by_its_memory():
-    devices = gpus(8, 72, "NVIDIA Something New")
-    assert Budget.of(run(remat="full"), MeshSpec(fsdp=8), devices, None).limit_bytes == 72 * GIB
 
 
 def test_simulated_devices_are_not_checked():
@@ -325,44 +312,6 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         train.main([*SMALL, *same, "--run-dir", str(tmp_path / "refused")])
     forced = ["--override=memory", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0
-
-
-def test_training_uses_the_next_policy_before_the_state_is_created(monkeypatch, tmp_path, capsys):
-    """On CPU devices that pose as GPUs, of which the first executable takes too much."""
-    from jaxdist import train
-    from jaxdist.run import session
-
-    order, of, restore, build = [], memory_check.Budget.of, session.restore_or_init, setup.make_step
-    judged = lambda config, spec, devices, *rest, **options: of(
-        config, spec, gpus(len(devices), 72.0), *rest, **options
-    )
-
-    def measured(stats):
-        order.append(executable_bytes(stats))
-        return 73 * GIB if len(order) < 3 else order[-1]
-
-    def restored(*arguments):
-        order.append("restore")
-        return restore(*arguments)
-
-    def built(*arguments, **options):
-        order.append(arguments[4].remat)
-        return build(*arguments, **options)
-
-    monkeypatch.setattr(memory_check.Budget, "of", judged)
-    monkeypatch.setattr(memory_check.Budget, "compare", lambda self, stats: "")
-    monkeypatch.setattr(memory_check, "executable_bytes", measured)
-    monkeypatch.setattr(session, "restore_or_init", restored)
-    monkeypatch.setattr(setup, "make_step", built)
-    flags = ["--override=audit", "--run-dir", str(tmp_path / "run")]
-    assert train.main([*SMALL, *flags]) == 0
-    first, _, second, _, last = order
-    assert {first, second} <= set(POLICIES) and first != second and last == "restore"
-    out = capsys.readouterr().out
-    assert f"remat {second}: " in out and f"compiled step with {first}" in out
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    events = [record["event"] for record in records if record["kind"] == "event"]
-    assert events.count("compile") == 1 and "recompile" not in events
 
 
 def needed_state(run_dir) -> int:

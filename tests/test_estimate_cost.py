@@ -41,12 +41,6 @@ def test_daly_interval_minimizes_the_expected_time(saving_s, mean_h):
     assert expected(cost.daly(saving_s, mean)) == pytest.approx(expected(best), rel=2e-3)
 
 
-def test_no_checkpoint_is_needed_without_failures():
-    one = job("fsdp=8")
-    saving = cost.checkpoint_cost(one, failures_per_day=0, storage_bytes_per_s=2e9, restart_s=300)
-    assert math.isinf(saving.interval_s) and saving.lost == 0.0
-
-
 def test_checkpoint_size_is_parameters_and_moments():
     params = sum(w.size for w in weights_of(job().model))
     for mesh, zero in (("dp=1", 0), ("dp=8", 1), ("fsdp=4,tp=2", 0)):

@@ -1,12 +1,10 @@
 """Rates of products compared with kernel measurements, and the products and traffic of Muon."""
 
 import dataclasses
-import itertools
 
 import jax
 import pytest
-from published_engine import PUBLISHED, published_engine
-from test_estimate import LLAMA, job
+from test_estimate import job
 from test_estimate_traffic import moved
 from test_traffic import traffic
 from tiny import Case, initial_state, layout_of, make_update, model_of
@@ -17,7 +15,6 @@ from jaxdist.optim import OptimConfig, make_optimizer
 from jaxdist.plan.estimate import products
 from jaxdist.plan.estimate.job import with_section
 from jaxdist.plan.estimate.products import orthogonalization_flops
-from jaxdist.plan.estimate.software import OURS, attention_share
 from jaxdist.plan.estimate.time import estimate_time
 
 MEASURED = {
@@ -47,23 +44,6 @@ def test_only_geforce_cards_exceed_their_boost_clock():
     assert {name for name, share in clocks.items() if share > 1} == {"rtx-3090", "rtx-4090"}
 
 
-def test_clock_follows_the_cube_root_of_the_power_limit():
-    h100 = GPUS["h100"]
-    peak = h100.peak_flops["bfloat16"]
-    clocks = [
-        products.clock(dataclasses.replace(h100, power_w=w), peak, "bfloat16", 0.9)
-        for w in (350, 500, 700, 5000)
-    ]
-    assert clocks[1] / clocks[2] == pytest.approx((500 / 700) ** (1 / 3))
-    assert clocks == sorted(clocks) and clocks[-1] == 1.0
-
-
-def test_idle_matrix_units_leave_power_for_a_higher_clock():
-    gpu = GPUS["h100"]
-    clocks = [products.clock(gpu, gpu.peak_flops["bfloat16"], "bfloat16", b) for b in (0.4, 0.8)]
-    assert clocks[0] > clocks[1]
-
-
 def test_partial_wave_takes_as_long_as_a_full_one():
     """128 × 256 tiles: 132 tiles fill the multiprocessors once, 133 need two waves."""
     full, more = (products.busy_share((128 * n, 256, 4096), 132, 250) for n in (132, 134))
@@ -74,56 +54,6 @@ def test_small_inner_dimensions_and_small_results_are_slow():
     by_inner = [products.busy_share((16384, 8192, k), 132, 250) for k in (64, 256, 1024, 8192)]
     assert by_inner == sorted(by_inner) and by_inner[0] < 0.3 < 0.9 < by_inner[-1]
     assert products.busy_share((256, 256, 8192), 132, 250) < 0.25
-
-
-def test_results_are_written_at_memory_bandwidth():
-    """A short inner dimension costs less if memory is fast relative to the matrix units."""
-    h100, h200, a100 = (products.half_inner(GPUS[name]) for name in ("h100", "h200", "a100-80"))
-    assert h100 / h200 == pytest.approx(4.8 / 3.35, rel=0.01)
-    assert 0.5 < a100 / h100 < 0.55  # 312 and 989 TFLOP/s, 2.04 and 3.35 TB/s
-    shape = (16384, 3072, 768)
-    assert products.busy_share(shape, 108, a100) > 1.08 * products.busy_share(shape, 108, h100)
-
-
-def test_gpus_wait_for_the_slowest_one():
-    one, two = (
-        dataclasses.replace(job(mesh, train={"global_batch_size": rows}), engine=published_engine())
-        for mesh, rows in (("dp=1", 4), ("dp=2", 8))
-    )
-    alone, shared = (estimate_time(each).parts for each in (one, two))
-    computed = sum(alone[kind] for kind in ("products", "attention", "memory-bound kernels"))
-    waited = shared["launch gaps"] - alone["launch gaps"]
-    assert waited == pytest.approx(PUBLISHED.idle * computed)
-
-
-def test_large_layers_run_at_600_to_750_tflops_on_an_h100():
-    """Rate of dense 16-bit products at 700 W; published software is slower than ours."""
-    wide = dataclasses.replace(LLAMA, d_model=4096, num_heads=32, mlp_dim=14336)
-    ours = job(model=wide, train={"global_batch_size": 16})
-    other = dataclasses.replace(ours, engine=published_engine())
-    assert [each.engine.software for each in (ours, other)] == [OURS, PUBLISHED]
-    fast, slow = (1e-12 * products.rate(one, 989.4e12, "bfloat16") for one in (ours, other))
-    assert 600 < slow < fast < 750
-
-
-def test_attention_is_slow_on_short_rows_and_narrow_heads():
-    for software, capability in itertools.product((OURS, PUBLISHED), ("8.0", "9.0")):
-        share = [attention_share(software, capability, n, 128) for n in (256, 1024, 8192)]
-        assert share == sorted(share) and share[0] < 0.6 * software.attention[capability]
-        assert attention_share(software, capability, 1024, 64) < share[1]
-
-
-@pytest.mark.parametrize(("gpu", "keys"), [("a100-80", 4096), ("h100", 16384)])
-def test_attention_time_depends_on_the_attention_kernel(gpu, keys):
-    one = job(gpus=f"{gpu}:1", train={"global_batch_size": 1, "seq_len": keys})
-    slow, typical, fast = (
-        estimate_time(dataclasses.replace(one, engine=published_engine("", kernel)))
-        for kernel in ("flash1", "", "flash2")
-    )
-    times = [each.parts["attention"] for each in (slow, typical, fast)]
-    assert times == sorted(times, reverse=True)
-    assert times[0] / times[2] == pytest.approx(1.4, abs=0.02)  # 0.50 and 0.36 of the peak
-    assert slow.parts["products"] == fast.parts["products"]
 
 
 def test_gpu_with_another_peak_does_not_inherit_the_power_limit(tmp_path):

@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from refusals import refused
 from test_estimate import job
 from test_estimate_budget import gpus, run, stats
 
@@ -13,7 +12,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.models import CnnConfig, DecoderConfig
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.plan.estimate.model_costs import costs_of
-from jaxdist.plan.estimate.remat import POLICIES, RematChoice, choose_remat, policies_of
+from jaxdist.plan.estimate.remat import POLICIES, RematChoice, policies_of
 from jaxdist.plan.estimate.time import estimate_time, layer_backward
 from jaxdist.settings import ConfigError
 
@@ -115,12 +114,6 @@ def test_saved_activations_of_a_split_layer_are_a_device_share(name):
     assert costs_of(four).kept_per_layer() == costs_of(one).kept_per_layer() / 4
 
 
-def test_policy_in_the_settings_is_kept():
-    budget = Budget.of(run(remat="none"), MeshSpec(fsdp=8), gpus(8, 140), None)
-    assert budget.remat is None and budget.job.remat == "none"
-    assert choose_remat(job(train={"remat": "names:qkv"}), 0) is None
-
-
 def fitted(budget, needs, agree=lambda _, own, decision: decision([own])):
     """Choose from policies whose steps are compiled, each of which needs so many bytes."""
     tried = []
@@ -170,9 +163,3 @@ def test_processes_agree_on_the_policy():
     agree = lambda topic, own, decision: decision([own, [own[0], own[1] / 2]])
     expected = fitted(dataclasses.replace(budget, limit_bytes=budget.limit_bytes / 2), estimate)
     assert fitted(budget, estimate, agree) == expected != fitted(budget, estimate)
-
-
-def test_compiled_policy_in_the_settings_is_kept():
-    budget = Budget.of(run(remat="dots"), MeshSpec(fsdp=8), gpus(8, 72), None)
-    with refused("compiled step", "--override=memory"):
-        budget.fit(lambda _: stats(80 * 2**30))

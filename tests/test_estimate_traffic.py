@@ -73,17 +73,6 @@ def test_estimated_traffic_includes_rematerialized_collectives(remat, sequence):
     assert moved(case) == {key: amount for key, (_, amount) in read.items()}
 
 
-def test_collectives_between_nodes_take_longer_than_within_a_node():
-    inside = job("dp=8", gpus="h100:1x8")
-    between = job("dp=8", gpus="h100:8x1")
-    seconds = [sum(flow.seconds for flow in flows_of(one)) for one in (inside, between)]
-    gpu = GPUS["h100"]
-    # Except for the start latency.
-    assert seconds[1] / seconds[0] == pytest.approx(
-        gpu.link_bandwidth / gpu.network_bandwidth, rel=0.05
-    )
-
-
 @pytest.mark.parametrize(("nodes", "micros"), [(1, 32.2), (64, 8.4 + 448 * 3.4 + 63 * 9.6)])
 def test_ring_latency_counts_every_gpu(nodes, micros):
     """NCCL's own figures for a ring of long messages; the rest is the bytes at their rate."""

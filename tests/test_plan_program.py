@@ -4,7 +4,7 @@ import pytest
 from refusals import refused
 from test_traffic import traffic
 
-from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
+from jaxdist.plan.compiled.collectives import read_collectives
 from jaxdist.plan.compiled.hlo import UnknownHLO, parse, shapes_of
 
 MESH = {"pipeline": 2, "data": 2, "fsdp": 1, "tensor": 2}
@@ -225,15 +225,6 @@ def test_collectives_in_a_branch_are_counted_as_taken_and_marked(branches):
         traffic(text, MESH)
 
 
-def test_called_computation_is_counted_once_per_call():
-    results = read(
-        "  %a = (s32[], f32[64]{0}) call(%x), to_apply=%outer\n"
-        "  %b = (s32[], f32[64]{0}) call(%x), to_apply=%outer",
-        LOOPS.replace("INNER", trips(3)),
-    )
-    assert [c.count for c in results] == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -266,19 +257,6 @@ def test_scalars_and_groups_of_one_cause_no_traffic():
     assert read(f"{scalar}\n{alone}") == []
 
 
-def test_traffic_adds_up_by_kind_and_axes():
-    text = PROGRAM.replace("COMPUTATIONS", "").replace(
-        "BODY", "\n".join([reduction("[4,2]<=[8]"), reduction("[4,2]<=[8]", "q")])
-    )
-    assert traffic(text, MESH) == {("all-reduce", "tensor"): (2, 512)}
-
-
 def test_type_sizes_are_rounded_up_to_bytes():
     sizes = [shape.num_bytes for shape in shapes_of("(f8e4m3fn[3,5]{1,0}, s4[5], pred[], token[])")]
     assert sizes == [15, 3, 1]
-
-
-def test_custom_calls_with_tuple_results_are_detected():
-    call = '%c = (bf16[2,4,8,16], u8[0]) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"'
-    text = PROGRAM.replace("COMPUTATIONS", "").replace("BODY", f"  {call}")
-    assert [name for name, _ in custom_calls(text)] == ["__cudnn$fmhaSoftmax"]

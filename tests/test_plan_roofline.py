@@ -88,43 +88,6 @@ def test_slice_reads_only_the_slice():
     assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
 
 
-PART = """%part (p: f32[16,1048576], i: s32[]) -> f32[262144] {
-  %p = f32[16,1048576]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %s = f32[1,1048576]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1048576}
-  %r = f32[1048576]{0} reshape(%s)
-  ROOT %e = f32[262144]{0} slice(%r), slice={[0:262144]}
-}"""
-
-
-def test_nested_slice_reads_only_the_inner_slice():
-    times_of_program = times(
-        """  %stack = f32[16,1048576]{1,0} parameter(3)
-  %i = s32[] parameter(4)
-  %f = f32[262144]{0} fusion(%stack, %i), kind=kLoop, calls=%part""",
-        PART,
-    )
-    moved = 2 * 4 * 2**18 + 4
-    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
-
-
-CAST = """%cast (p: f32[1048576]) -> bf16[1048576] {
-  %p = f32[1048576]{0} parameter(0)
-  ROOT %c = bf16[1048576]{0} convert(%p)
-}"""
-
-
-def test_cast_fusion_reads_and_writes_its_arrays():
-    times_of_program = times("  %f = bf16[1048576]{0} fusion(%x), kind=kLoop, calls=%cast", CAST)
-    moved = (4 + 2) * 2**20
-    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
-
-
-def test_uninitialized_memory_takes_no_time():
-    allocation = '  %a2 = f32[1048576]{0} custom-call(), custom_call_target="AllocateBuffer"'
-    assert times(allocation).seconds == 0.0
-
-
 LOOP = """%body (t: (f32[1048576])) -> (f32[1048576]) {
   %t = (f32[1048576]{0}) parameter(0)
   %x = f32[1048576]{0} get-tuple-element(%t), index=0
@@ -168,11 +131,6 @@ replica_groups=[1,2]<=[2]
     exposed = max(0.0, GATHER_S - products * PRODUCT_S)
     assert times_of_program.classes.get("exposed fsdp", 0.0) == pytest.approx(exposed)
     assert times_of_program.seconds == pytest.approx(max(GATHER_S, products * PRODUCT_S))
-
-
-def test_synchronous_collective_is_fully_exposed():
-    times_of_program = times("  %r = f32[67108864]{0} all-gather(%x), replica_groups=[1,2]<=[2]")
-    assert times_of_program.classes == {"exposed fsdp": pytest.approx(GATHER_S)}
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a100-80", "h100", "h200", "b200"])

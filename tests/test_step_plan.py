@@ -179,12 +179,3 @@ def test_only_the_builder_reads_the_inputs_of_the_plan():
         name: fields for name, fields in fields_by_module.items() if name not in EXCEPTIONS
     } == {}
     assert fields_by_module.keys() == EXCEPTIONS.keys()  # unused exceptions must be removed
-
-
-def test_platform_dependent_decision_is_detected():
-    planted = "def f(layout):\n    return layout.mesh.devices.flat[0].platform == 'cpu'\n"
-    assert plan_inputs_read(ast.parse(planted)) == {"platform"}
-    assert plan_inputs_read(ast.parse("getattr(device, 'compute_capability', '')")) == {
-        "compute_capability"
-    }
-    assert plan_inputs_read(ast.parse("parts.plan.platform; plan.remat")) == set()
