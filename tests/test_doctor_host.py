@@ -80,11 +80,10 @@ def test_unwritable_directory_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("finding", "severity"),
     [
-        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 0)[0], "ok"),
-        (host.check_disk(Path("/r"), 5 * GIB, 900 * GIB, 0)[0], "warning"),
-        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 600 * GIB)[0], "error"),
-        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 400 * GIB)[0], "warning"),
-        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 0, free_files=12)[1], "warning"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 0), "ok"),
+        (host.check_disk(Path("/r"), 5 * GIB, 900 * GIB, 0), "warning"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 600 * GIB), "error"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 400 * GIB), "warning"),
         (host.check_speed(Path("/r"), 10**8, 4.0, 0.1, True), "warning"),
         (host.check_shared_memory(64 << 20, 64 << 20, num_gpus=8), "error"),
         (host.check_shared_memory(64 << 20, 64 << 20, num_gpus=0), "warning"),

@@ -28,9 +28,8 @@ _FEW_FILES = 4096
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
     """Return findings: space for `needed_bytes`, speed with a file of `test_bytes` (0 = none)."""
-    stats, usage = os.statvfs(directory), shutil.disk_usage(directory)
-    free_files = stats.f_favail if stats.f_files else None
-    results = check_disk(directory, usage.free, usage.total, needed_bytes, free_files)
+    usage = shutil.disk_usage(directory)
+    results = [check_disk(directory, usage.free, usage.total, needed_bytes)]
     if not test_bytes:
         return results
     if usage.free < 2 * test_bytes:
@@ -47,10 +46,8 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
     return [*results, check_speed(directory, test_bytes, write_s, read_s, same)]
 
 
-def check_disk(
-    directory: Path, free: int, total: int, needed: int, free_files: int | None = None
-) -> list[Finding]:
-    """Return findings: are free bytes enough for `needed` ones, and are 10,000 inodes free."""
+def check_disk(directory: Path, free: int, total: int, needed: int) -> Finding:
+    """Return a finding: are the free bytes enough for `needed` ones."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
     text += f"; the run keeps checkpoints of {in_bytes(needed)}" if needed else ""
     fix = "free some space, lower checkpoint.max_to_keep, or use another --run-dir"
@@ -60,13 +57,7 @@ def check_disk(
         make = warning
     else:
         make, fix = ok, ""
-    results = [
-        make("disk space", text, fix, free_bytes=free, total_bytes=total, needed_bytes=needed)
-    ]
-    if free_files is not None and free_files < 10_000:
-        few_files = f"only {free_files:,} more files can be created in {directory}"
-        results.append(warning("disk space", few_files, "delete files, or use another --run-dir"))
-    return results
+    return make("disk space", text, fix, free_bytes=free, total_bytes=total, needed_bytes=needed)
 
 
 def check_speed(

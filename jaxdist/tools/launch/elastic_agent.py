@@ -36,13 +36,12 @@ from jaxdist.tools.launch import log
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, choose_members
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Membership, Rendezvous, Round
 from jaxdist.tools.launch.resources import Capacity, capacity, first_gpus, free_port
-from jaxdist.tools.launch.supervisor import Agent
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _POLL_S = 0.3
 
 
-class ElasticAgent(Agent):
+class ElasticAgent:
     """Chooses the placements of an elastic job, for one of its hosts.
 
     With `stop_reaches_all` the processes forward a stop request to each other, as jaxdist.train

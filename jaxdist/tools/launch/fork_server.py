@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxdist import runtime
 
@@ -60,23 +60,6 @@ _FORK_S = 10.0
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
-
-
-class Process(Protocol):
-    """Interface through which the launcher uses a `subprocess.Popen` or a `Forked`."""
-
-    pid: int
-    returncode: Any  # None while it runs
-
-    def poll(self) -> int | None:
-        """Return the exit code (minus the number of a killing signal); None while it runs."""
-
-    def wait(self) -> int:
-        """Wait for the end and return the exit code."""
-
-
-Start = Callable[[list[str], dict[str, str], int], Process]
-"""Start a command with additional environment variables; its output goes to a descriptor."""
 
 
 def die_with_parent() -> None:
@@ -163,11 +146,11 @@ class ForkServer:
 
 
 class Forked:
-    """A process that a `ForkServer` has forked, with the methods of `Process`."""
+    """A process that a `ForkServer` has forked, with the methods of `subprocess.Popen` in use."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: Any = None  # an integer after the end
         self._server = server
 
     def poll(self) -> int | None:
@@ -182,6 +165,12 @@ class Forked:
             self.returncode = self._server.code_of(self.pid, None)
         assert self.returncode is not None  # the fork has ended
         return self.returncode
+
+
+Process = subprocess.Popen[bytes] | Forked
+
+Start = Callable[[list[str], dict[str, str], int], Process]
+"""Start a command with additional environment variables; its output goes to a descriptor."""
 
 
 def serve(modules: Sequence[str]) -> list[str]:

@@ -20,7 +20,6 @@ hosts, and a crash loop ends after a few attempts. A failure that ends an elasti
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import random
@@ -38,6 +37,7 @@ from jaxdist.checkpoint.local.store import read_lineage
 from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.settings import ConfigError
 from jaxdist.tools.launch import log
+from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup, start_command
@@ -59,35 +59,7 @@ class RestartPolicy:
     preload: bool = False
 
 
-class Agent(abc.ABC):
-    """Chooses the placement of each attempt and receives its result; defaults suit fixed hosts."""
-
-    @abc.abstractmethod
-    def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
-        """Return index and placement of the next attempt, or the job's exit code without one."""
-
-    def watch(self, group: WorkerGroup) -> None:  # noqa: B027  # a hook
-        """React to the state of the running processes; called every `POLL_S` seconds."""
-
-    def on_group_end(self, result: GroupResult) -> None:  # noqa: B027  # a hook
-        """Receive the result of an attempt, after all its processes have ended."""
-
-    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Return, after exit code 0 on this host, whether all hosts' processes ended with 0."""
-        return True
-
-    def continues_after_save(self) -> bool:
-        """Return whether another attempt follows exit code 75, if this launcher was not stopped."""
-        return False
-
-    def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
-        """Receive the exit code of the launcher, and the signal that stopped it (0 = none)."""
-
-    def discard(self) -> None:  # noqa: B027  # a hook
-        """Restore files to their state before this launch; runs after `close` of a rejected job."""
-
-
-class FixedAgent(Agent):
+class FixedAgent:
     """Runs a fixed number of processes and hosts, or one process per GPU of this host."""
 
     def __init__(
@@ -114,6 +86,26 @@ class FixedAgent(Agent):
             token=secrets.token_hex(16) if self._nnodes == 1 else "",
         )
 
+    def watch(self, group: WorkerGroup) -> None:
+        """React to the state of the running processes; called every `POLL_S` seconds."""
+
+    def on_group_end(self, result: GroupResult) -> None:
+        """Receive the result of an attempt, after all its processes have ended."""
+
+    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
+        """Return, after exit code 0 on this host, whether all hosts' processes ended with 0."""
+        return True
+
+    def continues_after_save(self) -> bool:
+        """Return whether another attempt follows exit code 75, if this launcher was not stopped."""
+        return False
+
+    def close(self, code: int, stop_signal: int) -> None:
+        """Receive the exit code of the launcher, and the signal that stopped it (0 = none)."""
+
+    def discard(self) -> None:
+        """Restore files to their state before this launch; runs after `close` of a rejected job."""
+
     def _num_processes(self) -> int:
         """Return the fixed number, or that of GPUs visible now, at least 1; log if it changed."""
         if self._nproc_per_node:
@@ -128,7 +120,13 @@ class FixedAgent(Agent):
 class Supervisor:
     """Runs attempts of one command until one determines the exit code of the job."""
 
-    def __init__(self, command: list[str], agent: Agent, run_dir: Path, policy: RestartPolicy):
+    def __init__(
+        self,
+        command: list[str],
+        agent: FixedAgent | ElasticAgent,
+        run_dir: Path,
+        policy: RestartPolicy,
+    ):
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
         self.stop_signal = 0
         self.group: WorkerGroup | None = None
