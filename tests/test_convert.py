@@ -1,6 +1,5 @@
 """`python -m jaxdist.convert`: inspect, compare and rewrite checkpoints."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -219,17 +218,6 @@ def test_reshard_is_bit_identical_and_matches_the_mesh(trained, tmp_path, mesh):
     )
     assert handle.chunk == shard
     assert shard != kernel.shape
-
-
-def test_reshard_omits_ema_weights_missing_in_the_checkpoint(trained, tmp_path):
-    copy, out = tmp_path / "copy", tmp_path / "out"
-    shutil.copytree(trained[0], copy)
-    settings = stored_run(copy / "config.toml")
-    averaging = dataclasses.replace(settings.optim, ema_decay=0.9)
-    (copy / "config.toml").write_text(write_toml(dataclasses.replace(settings, optim=averaging)))
-    assert main(["reshard", str(copy), str(out), "--mesh=fsdp=8"]) == 0
-    before, after = (StoredArrays(path / "checkpoints" / "3") for path in (copy, out))
-    assert after.entries.keys() == before.entries.keys()
 
 
 def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):

@@ -83,23 +83,14 @@ def run(config: Config) -> int:
 def _target(
     config: Config, spec: MeshSpec, stored: StoredArrays
 ) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return the run's settings (TOML) with the new mesh, and array -> shape of one shard.
-
-    An average of the weights that only the settings or only the checkpoint has is dropped, as in a
-    restore.
-    """
+    """Return the run's settings (TOML) with the new mesh, and array -> shape of one shard."""
     from jaxdist.run.trained_run import open_run
 
     checkpoint = stored.checkpoint
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
     parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.without_base(parts.abstract_state()))
-    of_average = lambda name: pytree.under(name, pytree.OPTIONAL)
-    has_average = any(of_average(leaf.name) for leaf in leaves)
-    if has_average != any(map(of_average, stored.entries)):
-        print("the EMA of the weights is left out: only one of checkpoint and settings has it")
-        leaves = [leaf for leaf in leaves if not of_average(leaf.name)]
-    problems = pytree.mismatches(leaves, stored.entries, ignore=pytree.OPTIONAL)
+    problems = pytree.mismatches(leaves, stored.entries)
     if problems:
         raise ConfigError(
             [f"{checkpoint} does not match the settings of the run: {p}" for p in problems]
