@@ -343,7 +343,6 @@ def step_of(total: int) -> CompiledStep:
         program="",
         attention="cudnn",
         offload=(),
-        remarks=(),
         compile_s=1.0,
         versions={"jaxlib": "0"},
         target="",

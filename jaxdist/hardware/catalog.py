@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxdist.runtime.storage import locate
 from jaxdist.settings import Bounds, ConfigError
+from jaxdist.settings.schema import BadValueError, read_value
 
 GIB = 2**30
 
@@ -108,122 +109,104 @@ _ALIASES = {
 
 
 class _Key(NamedTuple):
-    """A numeric key of a table: field of `Gpu`, factor to the field's unit, allowed values."""
+    """A key of a table: field of `Gpu`, type, factor to the field's unit, allowed values."""
 
     field: str
+    type: type = float
     unit: float = 1
     bounds: Bounds = Bounds(gt=0)
 
 
-_NUMBERS = {
-    "num_sms": _Key("num_sms"),
-    "memory_gib": _Key("memory_bytes", GIB),
-    "memory_gb_per_s": _Key("memory_bandwidth", 1e9),
-    "link_gb_per_s": _Key("link_bandwidth", 1e9),
-    "network_gb_per_s": _Key("network_bandwidth", 1e9),
-    "gpus_per_node": _Key("gpus_per_node"),
-    "gpus_per_fabric": _Key("gpus_per_fabric", 1, Bounds(ge=0)),
-    "power_w": _Key("power_w", 1, Bounds(ge=0)),
+_KEYS = {
+    "like": _Key("", str),
+    "compute_capability": _Key("compute_capability", str),
+    "num_sms": _Key("num_sms", int),
+    "memory_gib": _Key("memory_bytes", unit=GIB),
+    "memory_gb_per_s": _Key("memory_bandwidth", unit=1e9),
+    "link_gb_per_s": _Key("link_bandwidth", unit=1e9),
+    "network_gb_per_s": _Key("network_bandwidth", unit=1e9),
+    "gpus_per_node": _Key("gpus_per_node", int),
+    "gpus_per_fabric": _Key("gpus_per_fabric", int, bounds=Bounds(ge=0)),
+    "power_w": _Key("power_w", bounds=Bounds(ge=0)),
     "max_clock": _Key("max_clock"),
-    "price_per_hour": _Key("price_per_hour", 1, Bounds(ge=0)),
-    "spot_price_per_hour": _Key("spot_price_per_hour", 1, Bounds(ge=0)),
+    "price_per_hour": _Key("price_per_hour", bounds=Bounds(ge=0)),
+    "spot_price_per_hour": _Key("spot_price_per_hour", bounds=Bounds(ge=0)),
+    "peak_tflops": _Key("peak_flops", dict, 1e12),
 }
-_KEYS = ("like", "compute_capability", *_NUMBERS, "peak_tflops")
 _OPTIONAL = ("like", "gpus_per_fabric", "power_w", "max_clock")
-_RATE = Bounds(gt=0)
 _DTYPES = ("bfloat16", "float16", "float32", "float8", "float4")
 
 
 def read_tables(
-    tables: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
+    tables: Mapping[str, Any], catalog: Mapping[str, Gpu]
 ) -> tuple[dict[str, Gpu], list[str]]:
     """Return name -> GPU of the tables of a TOML file, and error messages for invalid tables."""
     gpus: dict[str, Gpu] = {}
     problems: list[str] = []
     for name, table in tables.items():
-        key, known = name.lower().replace("_", "-"), {**catalog, **gpus}
-        bad = _table_problems(name, table, known, aliases)
-        if bad:
-            problems += bad
-        else:
-            gpus[key] = _gpu_from(key, table, known, aliases)
+        key = name.lower().replace("_", "-")
+        if not isinstance(table, dict):
+            problems.append(f"{name} is not a table. Write [{name}] and its keys below.")
+            continue
+        try:
+            gpus[key] = _gpu_from(key, table, {**catalog, **gpus})
+        except ConfigError as error:
+            problems += [f"[{name}] {problem}" for problem in error.problems]
     return gpus, problems
 
 
-def _table_problems(
-    name: str, table: Any, catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
-) -> list[str]:
-    if not isinstance(table, dict):
-        return [f"{name} is not a table. Write [{name}] and its keys below."]
-    problems = [
-        f"[{name}] {key} is unknown. Use {', '.join(_KEYS)}." for key in table if key not in _KEYS
-    ]
-    if "like" in table:
-        if str(table["like"]).lower() not in {**catalog, **aliases}:
-            problems.append(f"[{name}] like={table['like']!r} is not one of {', '.join(catalog)}.")
-    else:
-        missing = [key for key in _KEYS if key not in (*table, *_OPTIONAL)]
-        if missing:
-            problems.append(
-                f"[{name}] lacks {', '.join(missing)}. Give them, or start from a known GPU: "
-                'like = "h100".'
-            )
-    return problems + [
-        problem
-        for key, value in table.items()
-        if key in _KEYS and (problem := _value_problem(name, key, value))
-    ]
-
-
-def _value_problem(name: str, key: str, value: Any) -> str:
-    if key == "like":
-        return ""
-    if key == "compute_capability":
-        good = re.fullmatch(r"\d+\.\d", str(value)) is not None
-        return "" if good else f'[{name}] {key}={value!r} is not like "9.0".'
-    if key == "peak_tflops":
-        entries = value.items() if isinstance(value, dict) else []
-        good = all(k in _DTYPES and _is_number(v) and _RATE.allow(v) for k, v in entries)
-        if good and "float32" in dict(entries):
-            return ""
-        return f"[{name}] {key} must be a table of TFLOP/s: float32, any of {', '.join(_DTYPES)}."
-    bounds = _NUMBERS[key].bounds
-    is_integer = key in ("num_sms", "gpus_per_node", "gpus_per_fabric")
-    if _is_number(value) and bounds.allow(value) and not (is_integer and value != int(value)):
-        return ""
-    return f"[{name}] {key}={value!r} must be a {'whole ' * is_integer}number {bounds}."
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _gpu_from(
-    name: str, table: Mapping[str, Any], catalog: Mapping[str, Gpu], aliases: Mapping[str, str]
-) -> Gpu:
-    fields: dict[str, Any] = {
-        number.field: table[key] * number.unit for key, number in _NUMBERS.items() if key in table
-    }
-    if "memory_gib" in table:
+def _gpu_from(name: str, table: Mapping[str, Any], catalog: Mapping[str, Gpu]) -> Gpu:
+    like = str(table.get("like", "")).lower()
+    like = _ALIASES.get(like, like)
+    problems, fields = [], dict[str, Any]()
+    if "like" in table and like not in catalog:
+        problems.append(f"like={table['like']!r} is not one of {', '.join(catalog)}.")
+    missing = [key for key in _KEYS if key not in (*table, *_OPTIONAL)]
+    if missing and "like" not in table:
+        problems.append(
+            f'lacks {", ".join(missing)}. Give them, or start from a known GPU: like = "h100".'
+        )
+    for key, value in table.items():
+        if key not in _KEYS:
+            problems.append(f"{key} is unknown. Use {', '.join(_KEYS)}.")
+            continue
+        try:
+            fields[_KEYS[key].field] = _value_of(_KEYS[key], value)
+        except BadValueError as error:
+            problems.append(f"{key}={value!r} {error}. See jaxdist/hardware/known.toml.")
+    if problems:
+        raise ConfigError(problems)
+    fields.pop("", None)
+    if "memory_bytes" in fields:
         fields["memory_bytes"] = int(fields["memory_bytes"])
-    if "peak_tflops" in table:
-        fields["peak_flops"] = {k: tflops * 1e12 for k, tflops in table["peak_tflops"].items()}
-    if "compute_capability" in table:
-        fields["compute_capability"] = str(table["compute_capability"])
-    if "like" in table:
-        like = str(table["like"]).lower()
-        if "peak_tflops" in table:  # a different chip, so the inherited power limit does not apply
+    if like:
+        if "peak_flops" in fields:  # a different chip, so the inherited power limit does not apply
             fields = {"power_w": 0.0, "max_clock": 1.0, **fields}
-        return dataclasses.replace(catalog[aliases.get(like, like)], name=name, **fields)
+        return dataclasses.replace(catalog[like], name=name, **fields)
     # Only the planner uses the GPU: `gpu_of` does not search it.
     return Gpu(name=name, device_kind=re.escape(name), **fields)
+
+
+def _value_of(key: _Key, value: Any) -> Any:
+    if key.type is dict:
+        table = value if isinstance(value, dict) else {}
+        if "float32" not in table or not set(table) <= set(_DTYPES):
+            dtypes = ", ".join(_DTYPES)
+            raise BadValueError(f"must be a table of TFLOP/s: float32, and any of {dtypes}")
+        return {dtype: _value_of(_Key("", float, key.unit), rate) for dtype, rate in table.items()}
+    number = read_value(value, key.type)
+    if key.type is str:
+        return number
+    if not key.bounds.allow(number):
+        raise BadValueError(f"must be a number {key.bounds}")
+    return number * key.unit
 
 
 def _read_catalog() -> dict[str, Gpu]:
     text = Path(__file__).with_name("known.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     kinds = {name: table.pop("device_kind") for name, table in tables.items()}
-    gpus, problems = read_tables(tables, {}, {})
+    gpus, problems = read_tables(tables, {})
     assert not problems, problems
     return {name: dataclasses.replace(gpu, device_kind=kinds[name]) for name, gpu in gpus.items()}
 
@@ -273,7 +256,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
             f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "
             "GPU, as in jaxdist/hardware/known.toml, without device_kind."
         ) from error
-    gpus, problems = read_tables(tables, GPUS, _ALIASES)
+    gpus, problems = read_tables(tables, GPUS)
     if problems:
         raise ConfigError([f"hardware {str(path)!r}: {line}" for line in problems])
     return {**GPUS, **gpus}

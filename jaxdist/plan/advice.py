@@ -47,7 +47,7 @@ class Advice:
 def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[Advice]:
     """Return all advice on a plan, on its fit first."""
     return [
-        *_fit(plan, config),
+        *_fit(plan),
         *_dtype(plan),
         *_size(plan, config, catalog),
         *_batch(plan),
@@ -57,7 +57,7 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
     ]
 
 
-def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
+def _fit(plan: Plan) -> Iterator[Advice]:
     choice, best = plan.choice, plan.search.best
     other = best.command(plan.base) if plan.mesh_is_fixed and best is not None else ""
     if plan.fits:
@@ -80,26 +80,15 @@ def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
             size = in_bytes(smaller.memory.total_bytes)
             text = f"{smaller.command(plan.base)}: a smaller batch; {size}. {_lr_scaling(plan)}"
             yield Advice("make it fit", f"{text} adapts optim.peak_lr.")
-        yield Advice("make it fit", _more_gpus(plan, config))
+        text = (
+            "no mesh of these GPUs fits: see `other GPUs`. If the optimizer's moments are the "
+            "largest part, add --train.offload-optimizer=host, or disk:/DIR without enough host "
+            "memory."
+        )
+        yield Advice("make it fit", text)
     elif best is not None and other:
         size = in_bytes(best.memory.total_bytes)
         yield Advice("make it fit", f"{other} fits on these GPUs ({size}).")
-
-
-def _more_gpus(plan: Plan, config: PlanConfig) -> str:
-    gpu, model = plan.cluster.gpu, plan.choice.job.model
-    for times in (2, 4, 8, 16):
-        number = plan.cluster.num_gpus * times
-        size = size_of(config, plan.cluster.resized(number), model)
-        if size is not None:
-            needed = in_bytes(size.choice.memory.total_bytes)
-            flags = size.choice.command(plan.base)
-            return f"use {number} {gpu.name}: {flags} needs {needed} of each."
-    return (
-        "without a pipeline no legal mesh of up to 16 times as many GPUs fits. Use GPUs with more "
-        "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
-        "largest part, add --train.offload-optimizer=host, or disk:/DIR without enough host memory."
-    )
 
 
 def _dtype(plan: Plan) -> Iterator[Advice]:
@@ -258,5 +247,5 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
     if isinstance(plan.check.outcome, CompiledStep):
-        for remark in plan.check.outcome.remarks:
-            yield Advice(f"compiler: {remark.kind}", remark.text)
+        for problem in plan.check.outcome.offload:
+            yield Advice("compiler: offload", problem)

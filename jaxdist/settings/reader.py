@@ -410,11 +410,8 @@ def _did_you_mean(text: str, names: Iterable[str], spell: Callable[[str], str] =
     close = difflib.get_close_matches(text, names, n=2, cutoff=0.75)
     if not close:
         last = text.rsplit(".", 1)[-1]
-        by_last = {name: name.rsplit(".", 1)[-1] for name in names}
-        close = [name for name, end in by_last.items() if end == last]
-        close = close or [name for name, end in by_last.items() if last in end.split("_")]
-        close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]
-        if not close:
-            ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)
-            close = [name for name, end in by_last.items() if end in ends]
+        ends = {name: name.rsplit(".", 1)[-1] for name in names}
+        near = difflib.get_close_matches(last, set(ends.values()), n=1, cutoff=0.75)
+        close = [name for name, end in ends.items() if end == last]
+        close = close or [name for name, end in ends.items() if end in near or last in end]
     return f" Did you mean {join_choices(map(spell, close[:3]))}?" if close else ""

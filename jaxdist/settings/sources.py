@@ -56,32 +56,21 @@ def split_arguments(
     dotted names. The next word is the value of a flag unless it starts with `--`. After a switch
     (`is_switch`) it is the value only if it is true or false.
     """
-    parsed, words = Arguments(), list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--":
-            parsed.rest = words
-            break
-        if word in ("-h", "--help"):
-            takes_section = bool(words) and not words[0].startswith("-")
-            parsed.help = words.pop(0) if takes_section else ""
-            continue
-        if not word.startswith("--"):
-            parsed.positional.append(word)
-            continue
-        name = _name_of(word)
-        path = tuple(aliases.get(name, name).split("."))
-        value = _take_value(word, words, is_switch(path))
-        if name == "config":
-            parsed.files.append(value or "")
+    path_of = lambda name: tuple(aliases.get(name, name).split("."))
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    parsed = Arguments(rest=list(argv[end + 1 :]))
+    for flag in split_flags(argv[:end], lambda name: is_switch(path_of(name))):
+        word = flag.words[0]
+        if flag.name == "help":
+            parsed.help = flag.value or ""
+        elif flag.name == "config":
+            parsed.files.append(flag.value or "")
+        elif flag.name:
+            raw = None if flag.value is None else FlagText(flag.value)
+            parsed.flags.append(Input(path_of(flag.name), raw, f"flag {word.partition('=')[0]}"))
         else:
-            raw = None if value is None else FlagText(value)
-            parsed.flags.append(Input(path, raw, f"flag {word.partition('=')[0]}"))
+            parsed.positional.append(word)
     return parsed
-
-
-def _name_of(word: str) -> str:
-    return word.removeprefix("--").partition("=")[0].replace("-", "_")
 
 
 def _take_value(word: str, following: list[str], is_switch: bool = False) -> str | None:
@@ -106,19 +95,23 @@ class FlagWords:
     words: tuple[str, ...]
 
 
-def split_flags(argv: Sequence[str]) -> list[FlagWords]:
-    """Return the flags and other words of a command line, in order."""
+def split_flags(
+    argv: Sequence[str], is_switch: Callable[[str], bool] = lambda name: False
+) -> list[FlagWords]:
+    """Return the flags and other words of a command line, in order; `-h` is `--help`."""
     flags, following = [], list(argv)
     while following:
         word = following.pop(0)
         if word == "--":
             flags += [FlagWords("", None, (rest,)) for rest in (word, *following)]
             break
-        is_flag = word.startswith("--")
+        name = ""
+        if word.startswith("--") or word == "-h":
+            name = "help" if word == "-h" else word[2:].partition("=")[0].replace("-", "_")
         before = len(following)
-        value = _take_value(word, following) if is_flag else None
+        value = _take_value(word, following, is_switch(name)) if name else None
         words = (word,) if len(following) == before else (word, value or "")
-        flags.append(FlagWords(_name_of(word) if is_flag else "", value, words))
+        flags.append(FlagWords(name, value, words))
     return flags
 
 

@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,12 @@ from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import Collective
-from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import write_toml
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Command that installs the compiler; it needs no GPU, driver or CUDA installation."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-_SYNCHRONOUS_BYTES = 64 * 2**20
 _DETAIL_LINES = 20
 
 
@@ -67,14 +65,6 @@ class Buffer:
     op_name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Remark:
-    """A notable fact of the compiled program."""
-
-    kind: Literal["synchronous", "attention", "offload"]
-    text: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """The compiled train step of one device.
@@ -93,7 +83,6 @@ class CompiledStep:
     branch_shares: dict[str, float]
     program: str
     attention: str
-    remarks: tuple[Remark, ...]
     offload: tuple[str, ...]
     compile_s: float
     versions: dict[str, str]
@@ -260,29 +249,4 @@ def _read(facts: dict[str, Any]) -> CompiledStep:
         for name, kind in kinds.items()
     }
     memory = CompiledMemory(**facts["memory"])
-    step = CompiledStep(
-        **{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"]), "remarks": ()}
-    )
-    return dataclasses.replace(step, remarks=tuple(_step_remarks(step)))
-
-
-def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
-    """Yield remarks on offload, exposed large collectives and unfused attention."""
-    yield from (Remark("offload", problem) for problem in step.offload)
-    sends = lambda c: step.runs(c) * c.wire_bytes
-    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
-    if waited := [c for c in large if not c.overlapped]:
-        total, sent = sum(map(sends, waited)), sum(step.wire_bytes().values())
-        worst = max(waited, key=sends)
-        yield Remark(
-            "synchronous",
-            f"{len(waited)} collectives above {in_bytes(_SYNCHRONOUS_BYTES)} overlap with nothing, "
-            f"{percent(total / sent, 0)} of what a step sends ({in_bytes(total)}); the largest is "
-            f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
-        )
-    if step.attention == "xla":
-        yield Remark(
-            "attention",
-            "attention is not cuDNN's fused kernel: its scores pass through memory, block by block "
-            "or in one piece.",
-        )
+    return CompiledStep(**{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"])})
