@@ -138,7 +138,6 @@ def test_the_script_of_an_elastic_job_lists_legal_numbers_of_nodes(
     [
         (elastic(nodes="3-3"), ["--nodes 3-3", "1 devices each", "1, 2, 4, 8 devices"]),
         (elastic("--gpus-per-node=3", nodes="2-3"), ["--gpus-per-node, --tasks-per-node"]),
-        (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node"]),
     ],
 )
 def test_an_impossible_elastic_job_is_rejected(no_child, command, facts):

@@ -194,12 +194,6 @@ def deliver(config: SlurmConfig, text: str) -> int:
 
 def _with_legal_nodes(config: SlurmConfig, nodes: Nodes, sizes: LegalSizes) -> Nodes:
     """Return the numbers of nodes for which the program has a legal mesh, or raise ConfigError."""
-    hidden = [option for option in config.sbatch if re.match(r"--(gpus|gres=.*gpu)", option)]
-    if hidden and not sizes.simulate and not config.gpus_per_node:
-        raise ConfigError(
-            f"--sbatch={hidden[0]} without --gpus-per-node: the number of devices per node of "
-            f"--nodes {config.nodes} is unknown. Set --gpus-per-node."
-        )
     tasks = config.tasks_per_node
     devices = sizes.simulate or config.gpus_per_node // tasks or 1
     requested = Range(minimum=nodes.least, maximum=nodes.most)
