@@ -194,8 +194,8 @@ def test_only_a_new_mesh_of_a_custom_model_is_compared(monkeypatch, tmp_path, ca
     with pytest.raises(ZeroDivisionError):
         start("run", "dp=4,tp=2", **custom)
     assert compared == ["dp=8", "dp=4,tp=2"]
-    planted.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
-    with refused("the sum 'loss'", "over data", "--override=audit", num_problems=2):
+    planted.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0))
+    with refused("the sum 'loss'", "--override=audit", num_problems=2):
         start("new", "dp=8", **custom)
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(deep, "MAX_OPERATIONS", 1)

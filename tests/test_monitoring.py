@@ -6,11 +6,9 @@ import math
 import os
 import random
 import shlex
-import signal
 import struct
 import subprocess
 import sys
-import textwrap
 import time
 
 import jax
@@ -118,41 +116,6 @@ def test_broken_line_inside_a_file_is_reported(tmp_path):
         path.write_text(f"{line}\n")
         with refused(path, "line 1 is not a record"):
             read_records(path)
-
-
-WRITER = """
-import itertools, sys
-import jax, jax.numpy as jnp
-from jaxdist.config.monitoring import MonitoringConfig
-from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.monitoring.summary import RunSummary
-from jaxdist.run.run_directory import RunDirectory, new_run_path
-monitor = Monitor(MonitoringConfig(log_interval_steps=1), RunDirectory.open(sys.argv[1]),
-                  total_steps=10**9)
-for step in itertools.count(1):
-    monitor.train(step, {"loss": jnp.float32(1 / step)}, tokens=1, step_time_s=1.0, data_wait_s=0.0)
-    print(step, flush=True)
-"""
-
-
-def test_sigkill_leaves_complete_lines_and_readable_curves(tmp_path):
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    reported = 0
-    for line in child.stdout:
-        reported = int(line)
-        if reported == 25:
-            os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    run = RunDirectory.existing(tmp_path / "run")
-    assert run.metrics.read().endswith(b"\n")
-    steps = [r["step"] for r in of_kind(read_records(run.metrics), "train")]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= reported >= 25
-    drawn = [step for step, tag, _ in scalars(run.tensorboard) if tag == "train/loss"]
-    assert len(drawn) >= reported  # each was flushed before the step was reported
 
 
 def test_resume_appends_and_purges_lost_steps(tmp_path):

@@ -175,13 +175,6 @@ def test_exception_in_one_process_ends_all_and_is_reported_by_all():
             id="different_settings",
         ),
         pytest.param(
-            "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-aa'\n"
-            "room._gpus_of_host = lambda: ['GPU-aa']\nroom._wants_gpu = lambda: True",
-            "would be used by processes 0 and 1",
-            id="two_processes_on_one_gpu",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             "import jax\njax.config.update('jax_num_cpu_devices', 1 + INDEX)",
             "processes must have equal devices",
             id="unequal_device_counts",
