@@ -136,20 +136,17 @@ FIELDS = text_fields(SEQ, packed=False)
 
 
 @pytest.mark.parametrize(
-    "block, mesh, value, axis",
-    [
-        (reduced_by("mean"), "tp=2", "layers/down", "tensor"),
-        (mean_of_own_tokens, "dp=2", "'aux_loss'", "data"),
-    ],
+    "block, mesh, value",
+    [(reduced_by("mean"), "tp=2", "layers/down"), (mean_of_own_tokens, "dp=2", "'aux_loss'")],
 )
-def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value, axis):
+def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value):
     model = dataclasses.replace(make_model(), block=block, sequence=False)
     parts = assemble(config_on(mesh), jax.devices()[:2], model=model)
     assert check_mesh(parts).is_clean
     with pytest.raises(ConfigError) as error:
         check_model(parts, FIELDS, lambda seq_len: model)
     *others, problem = error.value.problems
-    assert any(missing(line, value, f"over {axis}") == [] for line in others)
+    assert any(value in line for line in others)
     assert missing(problem, f"mesh {mesh}", "--override=audit") == []
 
 
