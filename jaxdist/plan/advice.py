@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxdist.core import matmul
 from jaxdist.hardware import Gpu
-from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import (
     DAY_S,
     CheckpointCost,
@@ -66,14 +65,12 @@ def _fit(plan: Plan) -> Iterator[Advice]:
             yield Advice("faster", f"{other} is estimated {speed} on the same GPUs.")
         return
     changes = smallest_changes(choice)
-    for change in changes[:3]:
-        cost = (
-            percent(change.slowdown, 0, sign=True) + " time"
-            if abs(change.slowdown) >= 0.005
-            else "no slower"
-        )
-        size = in_bytes(change.choice.memory.total_bytes)
-        yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
+    for flags, why, changed in changes[:3]:
+        slowdown = choice.time.tokens_per_s / changed.time.tokens_per_s - 1
+        is_slower = abs(slowdown) >= 0.005
+        cost = percent(slowdown, 0, sign=True) + " time" if is_slower else "no slower"
+        size = in_bytes(changed.memory.total_bytes)
+        yield Advice("make it fit", f"{flags}: {why}; {size}, {cost}.")
     if best is None and not changes:
         smaller = smaller_batch(plan.base, plan.cluster, choice.job.model)
         if smaller is not None:
@@ -238,14 +235,11 @@ def _save_flag(plan: Plan, cost: CheckpointCost) -> str:
 
 
 def _compiler(plan: Plan) -> Iterator[Advice]:
-    if plan.check is None:
-        return
-    for choice, step in plan.check.rejected_by_compiler:
+    for choice, step in plan.rejected:
         yield Advice(
             "refuted",
             f"{choice.job.spec} ({choice.command(plan.base)}) was estimated to fit, but compiled "
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
-    if isinstance(plan.check.outcome, CompiledStep):
-        for problem in plan.check.outcome.offload:
-            yield Advice("compiler: offload", problem)
+    for problem in plan.compiled.offload if plan.compiled else ():
+        yield Advice("compiler: offload", problem)

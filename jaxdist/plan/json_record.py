@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import NotCompiled
 from jaxdist.plan.estimate.search import Candidate, why_not
-from jaxdist.plan.planner import CompilerCheck, Plan, stages_of
+from jaxdist.plan.planner import Plan, stages_of
 
 _MEMORY = (
     *("parts", "total_bytes", "state_bytes", "temporary_bytes", "host_bytes", "disk_bytes"),
@@ -29,7 +29,7 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "num_gpus": plan.cluster.num_gpus,
             "num_nodes": plan.cluster.num_nodes,
             "fits": plan.fits,
-            "verdict_by": "compiler" if plan.check and plan.check.compiled else "estimate",
+            "verdict_by": "compiler" if plan.compiled else "estimate",
             "total_bytes": plan.total_bytes,
             "usable_bytes": plan.choice.usable_bytes,
             "mesh": str(plan.choice.job.spec),
@@ -56,7 +56,7 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
             "checkpoints": dataclasses.asdict(plan.checkpoints),
             "spot_checkpoints": dataclasses.asdict(plan.spot_checkpoints),
             "restart": {**dataclasses.asdict(plan.restart), "total": vars(plan.restart.total)},
-            "compiled": _check_record(plan.check),
+            "compiled": _outcome(plan),
             "meshes": [
                 {
                     "mesh": str(choice.job.spec),
@@ -82,8 +82,6 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 {"mesh": str(spec), "problem": problem}
                 for spec, problem in plan.search.refused.items()
             ],
-            "search_s": plan.search.seconds,
-            "settings_weighed": plan.search.num_tried,
             "advice": [dataclasses.asdict(item) for item in advice],
         }
     )
@@ -116,12 +114,12 @@ def _step(choice: Candidate) -> dict[str, Any]:
     }
 
 
-def _check_record(check: CompilerCheck | None) -> dict[str, Any] | None:
-    if check is None:
+def _outcome(plan: Plan) -> dict[str, Any] | None:
+    step = plan.outcome
+    if step is None:
         return None
-    if isinstance(check.outcome, NotCompiled):
-        return {"compiled": False, **dataclasses.asdict(check.outcome)}
-    step = check.outcome
+    if isinstance(step, NotCompiled):
+        return {"compiled": False, **dataclasses.asdict(step)}
     record = dataclasses.asdict(step)
     del record["program"]
     wire = {f"{kind} {axes}": moved for (kind, axes), moved in step.wire_bytes().items()}
@@ -132,7 +130,7 @@ def _check_record(check: CompilerCheck | None) -> dict[str, Any] | None:
         **record,
         "refuted": [
             {"mesh": str(choice.job.spec), "total_bytes": rejected.memory.total_bytes}
-            for choice, rejected in check.rejected_by_compiler
+            for choice, rejected in plan.rejected
         ],
     }
 

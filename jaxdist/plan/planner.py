@@ -40,17 +40,8 @@ _MOST_COMPILATIONS = 3
 """Maximum number of candidates to compile until one fits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompilerCheck:
-    """Result of compiling a candidate, and other candidates that did not fit when compiled."""
-
-    outcome: CompiledStep | NotCompiled
-    rejected_by_compiler: tuple[tuple[Candidate, CompiledStep], ...] = ()
-
-    @property
-    def compiled(self) -> CompiledStep | None:
-        """The compiled step; None if the step was not compiled."""
-        return self.outcome if isinstance(self.outcome, CompiledStep) else None
+Rejected = tuple[tuple[Candidate, CompiledStep], ...]
+"""Other candidates that did not fit when compiled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +50,7 @@ class Plan:
 
     Attributes:
         choice: the candidate to run, on the user's mesh if one is named.
-        check: result of the compiler; None if disabled.
+        outcome: result of the compiler for `choice`; None if disabled.
         checkpoints: cost with hardware failures; `spot_checkpoints`: also with preemptions.
     """
 
@@ -69,7 +60,8 @@ class Plan:
     mesh_is_fixed: bool
     search: SearchResult
     flows: tuple[Flow, ...]
-    check: CompilerCheck | None
+    outcome: CompiledStep | NotCompiled | None
+    rejected: Rejected
     restart: Restart
     checkpoints: CheckpointCost
     on_demand: RunCost
@@ -78,9 +70,14 @@ class Plan:
     limits: Limits
 
     @property
+    def compiled(self) -> CompiledStep | None:
+        """The compiled step; None if the step was not compiled."""
+        return self.outcome if isinstance(self.outcome, CompiledStep) else None
+
+    @property
     def total_bytes(self) -> float:
         """Bytes per device: if compiled, of the step plus a teacher's weights; else estimated."""
-        compiled = self.check.compiled if self.check else None
+        compiled = self.compiled
         return _needed(self.choice, compiled) if compiled else self.choice.memory.total_bytes
 
     @functools.cached_property
@@ -125,10 +122,10 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
         if not candidates:
             # No mesh is legal: this check raises with the reason and a fix.
             run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
-    choice, check = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
+    choice, outcome, rejected = _check_candidates(candidates, config, mesh_is_fixed=bool(mesh))
     checkpoints, on_demand = price_run(config, choice)
     spot_checkpoints, spot = price_run(config, choice, spot=True)
-    compiled = check.compiled if check else None
+    compile_s = outcome.compile_s if isinstance(outcome, CompiledStep) else None
     return Plan(
         base=run,
         cluster=cluster,
@@ -136,8 +133,9 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
         mesh_is_fixed=bool(mesh),
         search=result,
         flows=tuple(flows_of(choice.job)),
-        check=check,
-        restart=_restart(config, choice, compiled.compile_s if compiled else None),
+        outcome=outcome,
+        rejected=rejected,
+        restart=_restart(config, choice, compile_s),
         checkpoints=checkpoints,
         on_demand=on_demand,
         spot=spot,
@@ -148,13 +146,13 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
 
 def _check_candidates(
     candidates: list[Candidate], config: PlanConfig, *, mesh_is_fixed: bool
-) -> tuple[Candidate, CompilerCheck | None]:
-    """Return the first candidate that fits when compiled, else the first; and the result.
+) -> tuple[Candidate, CompiledStep | NotCompiled | None, Rejected]:
+    """Return the first candidate that fits when compiled, else the first; result; and `Rejected`.
 
     The result is None if `config.compile` is off. A failure to compile counts as a fit.
     """
     if not config.compile:
-        return candidates[0], None
+        return candidates[0], None, ()
     rejected: list[tuple[Candidate, CompiledStep]] = []
     for choice in candidates[: 1 if mesh_is_fixed else _MOST_COMPILATIONS]:
         if rejected and not choice.fits:
@@ -164,10 +162,9 @@ def _check_candidates(
             job.config, job.spec, job.cluster, timeout_s=config.compile_timeout_s
         )
         if isinstance(outcome, NotCompiled) or _needed(choice, outcome) <= choice.usable_bytes:
-            return choice, CompilerCheck(outcome=outcome, rejected_by_compiler=tuple(rejected))
+            return choice, outcome, tuple(rejected)
         rejected.append((choice, outcome))
-    choice, compiled = rejected[0]
-    return choice, CompilerCheck(outcome=compiled, rejected_by_compiler=tuple(rejected[1:]))
+    return *rejected[0], tuple(rejected[1:])
 
 
 def _needed(choice: Candidate, compiled: CompiledStep) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import jax
-
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import draw
 from jaxdist.core.parallel.tensor import TENSOR
@@ -13,11 +11,9 @@ from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
-from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan, stages_of
-from jaxdist.runtime.backend import PINNED_LIMIT_GIB, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
     count,
@@ -69,8 +65,7 @@ def _unit(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    check = plan.check is not None and plan.check.compiled is not None
-    source = "compiled" if check else "estimated"
+    source = "compiled" if plan.compiled else "estimated"
     does = "FITS" if plan.fits else "DOES NOT FIT"
     time = plan.choice.time
     lines = [
@@ -112,11 +107,6 @@ def _memory(plan: Plan) -> Iterable[str]:
         kinds = [f"{in_bytes(pinned)} of pinned memory"] * bool(pinned)
         kinds += [f"{in_bytes(moments)} of moments, twice during a save,"] * bool(moments)
         remark = f"{' and '.join(kinds)} on each node"
-        if pinned > pinned_limit_bytes():
-            allowed = in_bytes(pinned_limit_bytes())
-            remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
-        if plan.choice.job.offloaded and jax.__version__ in WRONG_OFFLOAD:
-            remark += f"; jax {jax.__version__} offloads activations in the wrong order: use 0.11.1"
         rows.append(("  in host memory", in_bytes(memory.host_bytes), remark))
     if memory.disk_bytes:
         moved = 2 * memory.disk_bytes / plan.cluster.disk_bytes_per_s
@@ -211,7 +201,6 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
         example = next(iter(result.refused.values())).partition(":")[0]
         verb = "is" if len(result.refused) == 1 else "are"
         yield f"  {len(result.refused)} {verb} refused, e.g. {example}"
-    yield f"  ({result.num_tried} combinations of settings compared in {result.seconds:.1f} s)"
 
 
 def _mesh(plan: Plan, rank: int, choice: Candidate, best: Candidate | None) -> Iterable[str]:
@@ -230,16 +219,16 @@ def _mesh(plan: Plan, rank: int, choice: Candidate, best: Candidate | None) -> I
 
 
 def _compiled(plan: Plan) -> Iterable[str]:
-    if plan.check is not None and plan.check.compiled is not None:
-        yield from _step(plan, plan.check.compiled)
+    if plan.compiled is not None:
+        yield from _step(plan, plan.compiled)
         return
     accuracy = "an estimate, usually within 5 %"
     if plan.choice.memory.is_rough:
         accuracy = "an estimate, and an upper bound for a model that is not a decoder"
-    if plan.check is None:
+    if plan.outcome is None:
         yield f"  disabled (--compile=false): memory is {accuracy}"
-    elif isinstance(plan.check.outcome, NotCompiled):
-        yield f"  not compiled: {plan.check.outcome.reason}. {plan.check.outcome.fix}"
+    elif isinstance(plan.outcome, NotCompiled):
+        yield f"  not compiled: {plan.outcome.reason}. {plan.outcome.fix}"
         yield f"  the memory above is {accuracy}"
 
 

@@ -176,8 +176,8 @@ class Budget:
     def _fix(self, usable: float) -> str:
         """Return how to reduce the estimate to `usable` bytes: a change, or else another mesh."""
         choice = dataclasses.replace(Candidate.of(self.job), usable_bytes=usable)
-        for change in smallest_changes(choice):
-            return f"Add {change.flags}: {change.why}."
+        for flags, why, _ in smallest_changes(choice):
+            return f"Add {flags}: {why}."
         best = search(self.job.config, self.job.cluster, self.job.model).best
         if best is not None:
             return f"Use {best.command(self.job.config)}."

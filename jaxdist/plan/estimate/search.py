@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-import time
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -106,8 +105,6 @@ class SearchResult:
 
     choices: tuple[Candidate, ...]
     refused: dict[MeshSpec, str]
-    num_tried: int
-    seconds: float
 
     @property
     def best(self) -> Candidate | None:
@@ -119,10 +116,9 @@ def search(
     config: RunConfig, cluster: Cluster, model: Model | None = None, *, stages: bool = True
 ) -> SearchResult:
     """Return the best settings on each legal mesh of a cluster; `stages=False` = no pipelines."""
-    start = time.perf_counter()
     model = model or config.build_model()
     refused: dict[MeshSpec, str] = {}
-    choices, tried = [], 0
+    choices = []
     left_out = [] if stages else [PIPELINE]
     left_out += [] if config.train.seq_len >= CONTEXT_FROM else [CONTEXT]
     special = [axis for axis in AXES if axis.weights == "split" and not axis.proposed]
@@ -133,18 +129,15 @@ def search(
             refused[spec] = problems[0]
             continue
         try:
-            choice, number = _on_mesh(Job.of(config, spec, cluster, model))
+            choice = _on_mesh(Job.of(config, spec, cluster, model))
         except ConfigError as error:  # no exchange on this mesh supports the attention kernel
             refused[spec] = error.problems[0]
             continue
-        tried += number
         if choice is not None:
             choices.append(choice)
     return SearchResult(
         choices=tuple(sorted(choices, key=_rank)),
         refused=refused,
-        num_tried=tried,
-        seconds=time.perf_counter() - start,
     )
 
 
@@ -198,14 +191,13 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]
     return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
 
 
-def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
-    """Return the best settings on a mesh (None if none is legal), and the number compared."""
+def _on_mesh(job: Job) -> Candidate | None:
+    """Return the best settings on a mesh; None if none is legal."""
     limit = usable_bytes(job)
     best: Candidate | None = None
     smallest: tuple[Job, MemoryEstimate] | None = None
-    number = 0
     too_large: set[tuple[Any, Any]] = set()
-    for number, variant in enumerate(_variants(job), 1):  # noqa: B007
+    for variant in _variants(job):
         is_nested = variant.config.train.remat in NESTED_POLICIES
         key = variant.config.mesh, variant.config.pipeline
         if is_nested and key in too_large:  # a policy that keeps less does not fit either
@@ -228,7 +220,7 @@ def _on_mesh(job: Job) -> tuple[Candidate | None, int]:
             too_large.add(key)
         if smallest is None or _bytes_rank(*least) < _bytes_rank(*smallest):
             smallest = least
-    return best or (Candidate.of(*smallest) if smallest else None), number
+    return best or (Candidate.of(*smallest) if smallest else None)
 
 
 def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, MemoryEstimate]:
@@ -319,25 +311,13 @@ _SMALL_CHUNK = 256
 """Suggested number of tokens whose logits are in memory at a time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """One change that makes a run fit: flags, effect, the changed run, relative slowdown."""
+def smallest_changes(choice: Candidate) -> list[tuple[str, str, Candidate]]:
+    """Return (flags, effect, changed candidate) of single changes that make a candidate fit.
 
-    flags: str
-    why: str
-    choice: Candidate
-    slowdown: float
-
-
-def smallest_changes(choice: Candidate) -> list[Change]:
-    """Return single changes that make a candidate fit on its mesh, least disruptive first."""
-    changes = []
-    for flags, why, job in _changes(choice):
-        changed = _costs(choice, job)
-        if changed.fits:
-            slowdown = choice.time.tokens_per_s / changed.time.tokens_per_s - 1
-            changes.append(Change(flags=flags, why=why, choice=changed, slowdown=slowdown))
-    return changes
+    The mesh stays; the least disruptive change is first.
+    """
+    changes = [(flags, why, _costs(choice, job)) for flags, why, job in _changes(choice)]
+    return [change for change in changes if change[-1].fits]
 
 
 def _costs(choice: Candidate, job: Job) -> Candidate:
