@@ -110,13 +110,15 @@ def hub(tmp_path, monkeypatch) -> Hub:
         web.shutdown()
 
 
-@pytest.mark.parametrize("config", WITH_DATA)
-def test_config_names_the_command_that_makes_its_data(hub, config, tmp_path, capsys):
-    name, _ = _find([config])
-    with refused(f"jaxdist data prepare {name}"):
-        read_run(["--config", config], command="jaxdist.train")
-    assert data_command(["prepare", config]) == 0
-    run = read_run(["--config", config], command="jaxdist.train")
+@pytest.mark.parametrize("name", SHIPPED_SETS)
+def test_configs_name_the_command_that_makes_their_data(hub, name, tmp_path, capsys):
+    configs = [config for config in WITH_DATA if _find([config])[0] == name]
+    for config in configs:
+        with refused(f"jaxdist data prepare {name}"):
+            read_run(["--config", config], command="jaxdist.train")
+    assert data_command(["prepare", configs[-1]]) == 0
+    run, *others = [read_run(["--config", config], command="jaxdist.train") for config in configs]
+    assert all(other.data.tokenizer == run.data.tokenizer for other in others)
     train_rows, held_out = open_datasets(run.data, seq_len=16)
     assert train_rows.num_rows and held_out.num_rows
     if train_rows.kind == "text" and name != "tinyshakespeare":
@@ -125,7 +127,7 @@ def test_config_names_the_command_that_makes_its_data(hub, config, tmp_path, cap
         size, rest = capsys.readouterr().err.split(" to download, ", 1)
         assert "1 files, " in size and "of tokens" in rest and "cores" in rest
     sent = list(hub.sent)
-    assert data_command(["prepare", config]) == 0 and hub.sent == sent
+    assert data_command(["prepare", name]) == 0 and hub.sent == sent
 
 
 def tuned_model(hub, folder: Path, config: str) -> list[str]:

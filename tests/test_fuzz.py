@@ -5,6 +5,7 @@ runs the second part for longer.
 """
 
 import contextlib
+import functools
 import gzip
 import importlib
 import json
@@ -139,6 +140,15 @@ COMMANDS = [("train", argv) for argv in TRAIN]
 COMMANDS += [(name, argv) for name, cases in OTHERS.items() for argv in cases]
 
 
+@functools.cache
+def bombs() -> dict[str, bytes]:
+    lines = b'{"text": "' + b"a" * (3 << 20) + b'"}'
+    return {
+        "bomb.txt.gz": gzip.compress(b"a" * (16 << 20)),
+        "bomb.jsonl.gz": gzip.compress(lines),
+    }
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     # The real limits are 64 MiB for decompression and for a line. Smaller ones test the same.
@@ -156,8 +166,8 @@ def files(tmp_path, monkeypatch):
     }
     for name, text in texts.items():
         Path(name).write_text(text)
-    Path("bomb.txt.gz").write_bytes(gzip.compress(b"a" * (16 << 20)))
-    Path("bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * (3 << 20) + b'"}'))
+    for name, content in bombs().items():
+        Path(name).write_bytes(content)
 
 
 MODULES = {
