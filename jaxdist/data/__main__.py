@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxdist.data.chat import RecordKind
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.files import DataFile, find_files
 from jaxdist.data.prepare import prepare
-from jaxdist.data.record_kinds import RecordKind
 from jaxdist.data.tokenizer import TOKENIZER_FILES, load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
 from jaxdist.runtime.entry_point import shell_python

@@ -19,11 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.data.record_kinds import Learned
+from jaxdist.data.files import read_errors
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
@@ -33,8 +33,21 @@ from jaxdist.data.tokenizer import (
     encode_pieces,
     token_texts,
 )
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
+
+RecordKind: TypeAlias = Literal[
+    "text", "chat", "chat_last", "chat_all", "completion", "preference", "labeled", "text_label"
+]
+
+SINGLE = ("preference", "labeled", "text_label")
+"""Kinds of records whose documents have rows of their own."""
+
+Learned: TypeAlias = Literal["answers", "last", "all"]
+"""The part of a conversation with weight 1: every answer, the last one, or every token."""
+
+LEARNED: dict[str, Learned] = {"chat": "answers", "chat_last": "last", "chat_all": "all"}
+"""Kinds of records that are conversations, and the learned part of each."""
 
 ROLES = ("system", "user", "assistant")
 """Accepted roles. Models have no common format for tools and functions."""
@@ -369,7 +382,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     folder = locate(tokenizer.name).parent
     variables = token_texts(tokenizer.settings)
     path = folder / "chat_template.jinja" if name == "auto" else locate(name)
-    content = tokenizer.files.get(path.name) if name == "auto" else _content(path)
+    with read_errors(str(path)):
+        content = tokenizer.files.get(path.name) if name == "auto" else path.read()
     if content is not None:
         try:
             text = content.decode("utf-8")
@@ -384,16 +398,6 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
-
-
-def _content(path: Location) -> bytes:
-    try:
-        return path.read()
-    except OSError as error:
-        raise ConfigError(
-            f"data.chat_template={str(path)!r} cannot be read ({error.strerror}): it is auto, "
-            "plain, or the path or URL of a Jinja template. Check the path."
-        ) from None
 
 
 def _first(learned: Learned) -> int:

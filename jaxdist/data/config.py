@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxdist.data.chat import LEARNED, SINGLE, RecordKind
 from jaxdist.data.custom import is_custom
 from jaxdist.data.hub_sets import hub_files, is_hub_set
-from jaxdist.data.record_kinds import LEARNED, SINGLE, RecordKind
 from jaxdist.data.tokenizer import OLD_TEXT_FORMAT, tokenizer_file
 from jaxdist.runtime.storage import is_url, locate, url_problem
 from jaxdist.settings import ConfigError, setting

@@ -14,19 +14,27 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from jaxdist.data.best_fit import count_long
-from jaxdist.data.chat import JinjaTemplate
+from jaxdist.data.chat import LEARNED, SINGLE, JinjaTemplate
 from jaxdist.data.config import PACKING_FORMAT, DataConfig, is_token_folder
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import is_text
 from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.files import find_files
-from jaxdist.data.hub_sets import is_hub_set
-from jaxdist.data.hub_stream import StreamedPart, StreamOrder, open_streamed
+from jaxdist.data.hub_sets import hub_files, is_hub_set
+from jaxdist.data.hub_stream import StreamedPart, StreamOrder
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import MixtureStage, Order
-from jaxdist.data.packing import Fields, Fitted, Part, Rows, Spans, gather_rows, split_text
-from jaxdist.data.record_kinds import LEARNED, SINGLE
+from jaxdist.data.packing import (
+    Fields,
+    Fitted,
+    Part,
+    Rows,
+    Spans,
+    gather_rows,
+    split_text,
+    text_fields,
+)
 from jaxdist.data.record_rows import row_kind, split_records
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.token_files import open_corpus, saved_arrow_files, select_token_files
@@ -259,7 +267,16 @@ def _open_text(config: DataConfig, seq_len: int, num_labels: int) -> tuple[Datas
     opened, others = iter(corpora[: len(stored)]), corpora[len(stored) :]
     for source, is_streamed in zip(config.sources, streamed, strict=True):
         if is_streamed:
-            stream = open_streamed(config, source, encoder, split, packing, seq_len)
+            stream = StreamedPart(
+                source,
+                hub_files(source),
+                encoder,
+                split,
+                held=held,
+                buffer_shards=config.streaming_buffer,
+                fields=text_fields(seq_len, packed=packing != "stream"),
+                label=f"{packing}-{seq_len}-{config.long_records}-{config.text_format}",
+            )
             train.append(stream)
             rest += stream.held_out
             continue

@@ -18,9 +18,11 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from jaxdist.data.chat import (
+    LEARNED,
     BadRecord,
     ChatTemplate,
     Message,
+    RecordKind,
     Weighted,
     check_fields,
     check_messages,
@@ -32,7 +34,6 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.files import DataFile, size_of
-from jaxdist.data.record_kinds import LEARNED, RecordKind
 from jaxdist.data.tokenizer import Tokenizer, begin_text, encode_after
 from jaxdist.settings import ConfigError
 

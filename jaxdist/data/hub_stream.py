@@ -22,13 +22,12 @@ from typing import NamedTuple, TextIO, TypeAlias
 import numpy as np
 
 from jaxdist.data.cache import cache_folder, flock
-from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, corpus_key, write_shard
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import kind_of
-from jaxdist.data.hub_sets import HubFile, hub_files
+from jaxdist.data.hub_sets import HubFile
 from jaxdist.data.order import Order, keys_of, permute
-from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows, text_fields
+from jaxdist.data.packing import Fields, Part, Rows, Spans, gather_rows
 from jaxdist.data.parquet import download_row_groups
 from jaxdist.data.tars import download_samples
 from jaxdist.runtime import hub
@@ -246,22 +245,6 @@ class StreamedPart:
             shutil.rmtree(raw, ignore_errors=True)
             raise
         shutil.rmtree(raw, ignore_errors=True)
-
-
-def open_streamed(
-    config: DataConfig, source: str, encoder: Encoder, split: Split, packing: str, seq_len: int
-) -> StreamedPart:
-    """Open a source of the hub to stream it; see `StreamedPart`."""
-    return StreamedPart(
-        source,
-        hub_files(source),
-        encoder,
-        split,
-        held=0.0 if config.eval_sources else config.eval_fraction,
-        buffer_shards=config.streaming_buffer,
-        fields=text_fields(seq_len, packed=packing != "stream"),
-        label=f"{packing}-{seq_len}-{config.long_records}-{config.text_format}",
-    )
 
 
 def _parts_of(file: HubFile) -> list[HubFile]:

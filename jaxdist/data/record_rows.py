@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from jaxdist.core.types import MISMATCHED, REFERENCE
+from jaxdist.data.chat import RecordKind
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.encoding import UNDESIRABLE
 from jaxdist.data.packing import Fields, Rows, Spans, cut, text_fields
-from jaxdist.data.record_kinds import RecordKind
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
