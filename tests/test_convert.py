@@ -220,22 +220,6 @@ def test_reshard_is_bit_identical_and_matches_the_mesh(trained, tmp_path, mesh):
     assert shard != kernel.shape
 
 
-def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
-    source, values = trained
-    out = tmp_path / "out"
-    words = ["--mesh=tp=2,fsdp=4", "--items=params", "--dtype=bfloat16"]
-    assert main(["reshard", str(source), str(out), *words]) == 0
-    stored = StoredArrays(out / "checkpoints" / "3")
-    assert all(name.startswith("params/") for name in stored.entries)
-    table = stored.read("params/embed/table")
-    np.testing.assert_array_equal(table, values.params["embed"]["table"].astype(table.dtype))
-    assert main(["verify", str(out), "--arrays=true"]) == 0
-    parts = assemble(stored_run(out / "config.toml"), jax.devices()[:8])
-    reader = Checkpointer(out / "checkpoints", CheckpointConfig(), read_only=True, **QUIET)
-    params = reader.restore_params(parts.abstract_state().params)
-    np.testing.assert_array_equal(host(params["embed"]["table"]), table.astype(np.float32))
-
-
 def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)

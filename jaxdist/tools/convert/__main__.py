@@ -3,7 +3,7 @@
     inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
     verify RUN               check every file of every checkpoint; --arrays=true the arrays too
     diff A B                 list the arrays that differ, and by how much
-    reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
+    reshard SRC DST          rewrite for another mesh; needs no GPU
     from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
     merge RUN OUT            a run's adapters and frozen weights as a run with complete weights
