@@ -20,7 +20,7 @@ from jaxdist.checkpoint import (
     manifest,
     orbax_io,
 )
-from jaxdist.checkpoint.blocks import block_shape, blocks_in, even_chunk, grid
+from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
 from jaxdist.run.setup import assemble
@@ -239,11 +239,6 @@ def test_blocks_are_row_major_cover_all_and_stay_small(shape, limit):
         np.concatenate([part.reshape(-1) for part in parts]).tolist() == values.reshape(-1).tolist()
     )
     assert all(part.nbytes <= max(limit, 4) for part in parts)
-
-
-def test_slice_is_split_at_block_boundaries_of_its_array():
-    blocks = list(blocks_in([slice(3, 8), slice(6, 9)], (2, 6)))
-    assert blocks == [(slice(*rows), slice(6, 9)) for rows in ((3, 4), (4, 6), (6, 8))]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ the reactions of Kubernetes and JobSet to exit codes, from their documentation.
 """
 
 import re
-import shlex
 import subprocess
 import types
 
@@ -249,30 +248,6 @@ def test_documented_task_file_starts_one_launcher_per_node():
 
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
-LINES = [
-    shlex.split(line)
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
-    for line in block.splitlines()
-]
-
-
-def test_documented_commands_refer_to_the_same_job(cluster, capsys):
-    """`test_readme` runs those of python."""
-    (words,) = (line for line in LINES if line[2:4] == ["jaxdist.launch", "kubernetes"])
-    assert kubernetes.main(words[4:]) == 0
-    manifest = yaml.safe_load(capsys.readouterr().out)
-    name, image = manifest["metadata"]["name"], container(manifest)["image"]
-    claims = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, flags=re.S)[1])
-    assert (
-        pod(manifest)["volumes"][0]["persistentVolumeClaim"]["claimName"]
-        == (claims["metadata"]["name"])
-    )
-    pods = f"jobset.sigs.k8s.io/jobset-name={name}"
-    logs = f"kubectl logs -f -l {pods},batch.kubernetes.io/job-completion-index=0"
-    assert logs in PAGE and f"kubectl delete jobset {name}" in PAGE
-    docker = ["docker", "build", "-t", image, "-f", "Containerfile", "."]
-    assert docker in LINES and ["docker", "push", image] in LINES
-    assert (ROOT / "Containerfile").read_text().splitlines()[0].endswith(shlex.join(docker[1:]))
 
 
 def test_page_documents_the_exit_codes_of_the_manifest():
