@@ -81,7 +81,7 @@ class Worker:
     def run(self):
         opened = self.open()
         first = self.restore(opened)
-        self.write_record(began=first)
+        self.write_record(began=first, claim=opened.survivable(self.state))
         for step in range(first + 1, self.start["steps"] + 1):
             self.state, sample = self.update(self.state)
             self.write_record(step=step, loss=[float(x).hex() for x in np.asarray(sample)])

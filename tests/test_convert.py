@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import missing, refused
+from safetensors import safe_open
 
 from jaxdist.checkpoint import (
     CheckpointConfig,
@@ -19,6 +20,7 @@ from jaxdist.checkpoint import (
     CheckpointError,
     manifest,
     orbax_io,
+    streaming_io,
 )
 from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
@@ -167,6 +169,41 @@ def test_diff_of_different_trees_reports_missing_and_reshaped_arrays(run, tmp_pa
     assert missing(line_of("params/layers/w"), *facts) == []
 
 
+def tensors_in(folder: Path) -> tuple[dict, dict]:
+    """Return the tensors of all files, read by the safetensors library, and the metadata."""
+    tensors: dict = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="flax") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = opened.metadata()
+    return tensors, metadata
+
+
+def test_consolidate_writes_the_weights_to_one_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming_io, "BLOCK_BYTES", 100)  # many blocks
+    assert main(["consolidate", str(run), str(tmp_path / "out")]) == 0
+    tensors, metadata = tensors_in(tmp_path / "out")
+    assert sorted(tensors) == ["layers.w", "table"] and metadata["step"] == "2"
+    expected = state(0.5)["params"]
+    np.testing.assert_array_equal(tensors["layers.w"], expected["layers"]["w"])
+    np.testing.assert_array_equal(tensors["table"], expected["table"])
+    assert tensors["table"].dtype == jnp.bfloat16
+
+
+def test_consolidate_shards_by_size_with_an_index_and_casts(run, tmp_path):
+    words = ["--items=all", "--shard_gb=0.0000007", "--dtype=bfloat16"]
+    assert main(["consolidate", str(run), str(tmp_path), *words]) == 0
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    tensors, _ = tensors_in(tmp_path)
+    assert {*tensors} == {*index["weight_map"]} and len({*index["weight_map"].values()}) > 1
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    expected = state(0.5)
+    w, mu = expected["params"]["layers"]["w"], expected["opt_state"][0]["mu"]
+    np.testing.assert_array_equal(tensors["layers.w"], w.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(tensors["opt_state.0.mu"], mu)
+    np.testing.assert_array_equal(tensors["rest.key"], jax.random.key_data(expected["rest"]["key"]))
+
+
 SMALL = (
     *("--model.num_layers=4", "--model.d_model=32", "--train.seq_len=32", "--mesh=fsdp=2"),
     *("--train.global_batch_size=16", "--train.num_microbatches=2"),
@@ -220,6 +257,22 @@ def test_reshard_is_bit_identical_and_matches_the_mesh(trained, tmp_path, mesh):
     assert shard != kernel.shape
 
 
+def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
+    source, values = trained
+    out = tmp_path / "out"
+    words = ["--mesh=tp=2,fsdp=4", "--items=params", "--dtype=bfloat16"]
+    assert main(["reshard", str(source), str(out), *words]) == 0
+    stored = StoredArrays(out / "checkpoints" / "3")
+    assert all(name.startswith("params/") for name in stored.entries)
+    table = stored.read("params/embed/table")
+    np.testing.assert_array_equal(table, values.params["embed"]["table"].astype(table.dtype))
+    assert main(["verify", str(out), "--arrays=true"]) == 0
+    parts = assemble(stored_run(out / "config.toml"), jax.devices()[:8])
+    reader = Checkpointer(out / "checkpoints", CheckpointConfig(), read_only=True, **QUIET)
+    params = reader.restore_params(parts.abstract_state().params)
+    np.testing.assert_array_equal(host(params["embed"]["table"]), table.astype(np.float32))
+
+
 def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)
@@ -265,10 +318,9 @@ WRONG = {
     "unknown_flag": (["inspect", "{run}", "--steps=1"], "steps"),
     "diff_needs_two": (["diff", "{run}"], "B is missing"),
     "bad_limit": (["diff", "{run}", "{run}", "--limit=-1"], "limit=-1", "0 or more"),
-    "removed": (["consolidate", "{run}", "{tmp}/x"], "to-hf", "jaxdist.open"),
-    "bad_dtype": (["to-hf", "{run}", "{tmp}/x", "--dtype=int8"], "dtype", "int8"),
-    "bad_shard": (["to-hf", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
-    "output_exists": (["to-hf", "{run}", "{run}"], "{run}", "not empty"),
+    "bad_dtype": (["consolidate", "{run}", "{tmp}/x", "--dtype=int8"], "dtype", "int8"),
+    "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
+    "output_exists": (["consolidate", "{run}", "{run}"], "{run}", "not empty"),
     "bad_mesh": (["reshard", "{run}", "{tmp}/x", "--mesh=zp=2"], "axis 'zp'"),
     "misfit": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "params/layers/w", "not match"),
 }
@@ -307,11 +359,12 @@ def test_command_exits_with_2_on_bad_input_without_starting_a_device():
     assert "jaxdist" in imported and not {"orbax", "flax"} & imported
 
 
-def test_safetensors_are_not_written_to_a_url(tmp_path, monkeypatch):
+@pytest.mark.parametrize("verb", ["consolidate", "to-hf"])
+def test_safetensors_are_not_written_to_a_url(verb, tmp_path, monkeypatch):
     """Treated as a path, the URL would be a folder named s3: here."""
     monkeypatch.chdir(tmp_path)
     with refused("s3://bucket/out", "file systems only"):
-        main(["to-hf", "nowhere", "s3://bucket/out"])
+        main([verb, "nowhere", "s3://bucket/out"])
     assert list(tmp_path.iterdir()) == []
 
 

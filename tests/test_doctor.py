@@ -73,7 +73,8 @@ def test_exit_code_is_one_for_errors_and_with_strict_for_warnings(findings, stri
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "0.92"),
         ({"NCCL_P2P_DISABLE": "1"}, "warning", "through host memory"),
         ({"NCCL_IB_DISABLE": "1"}, "warning", "TCP"),
-        ({"NCCL_SOCKET_IFNAME": "=lo"}, "warning", "loopback"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "error", "matches no interface"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "error", "loopback"),
         (
             {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --x=1"},
             "warning",
@@ -90,11 +91,18 @@ def test_exit_code_is_one_for_errors_and_with_strict_for_warnings(findings, stri
             "error",
             "ends the process",
         ),
+        ({"http_proxy": "http://p:3128"}, "note", "node1:29400"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_harmful_variable_is_reported_with_its_fix(environ, severity, words):
-    (finding,) = variables.check_variables(environ, num_gpus=8)
+    (finding,) = variables.check_variables(
+        environ,
+        num_gpus=8,
+        coordinator_address="node1:29400",
+        num_hosts=2,
+        interfaces=["lo", "eth0"],
+    )
     assert finding.severity == severity
     assert words in finding.text
     assert finding.fix
@@ -104,15 +112,25 @@ def test_a_harmful_variable_is_reported_with_its_fix(environ, severity, words):
     "environ",
     [
         {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"NCCL_SOCKET_IFNAME": "eth"},  # a prefix
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_P2P_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "SYS"},
         {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_DEBUG_NANS": "false"},
         {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"},
+        {"http_proxy": "http://p:3128", "no_proxy": "localhost,node1"},
+        {"https_proxy": "http://p:3128", "no_grpc_proxy": ".cluster,node1"},
     ],
     ids=lambda environ: next(iter(environ)),
 )
 def test_harmless_variables_are_not_reported(environ):
-    assert severities(variables.check_variables(environ, num_gpus=8)) == ["ok"]
+    findings = variables.check_variables(
+        environ,
+        num_gpus=8,
+        coordinator_address="node1:29400",
+        num_hosts=2,
+        interfaces=["lo", "eth0"],
+    )
+    assert severities(findings) == ["ok"]
 
 
 def test_settings_of_gpus_do_not_matter_on_a_laptop_or_in_a_simulation():
@@ -171,6 +189,15 @@ def test_the_digest_of_the_code_depends_on_every_byte_and_name(tmp_path):
     assert code_digest(tmp_path) == before != changed
     file.rename(tmp_path / "sub" / "b.py")
     assert code_digest(tmp_path) not in (before, changed)
+
+
+def test_the_process_with_different_code_is_reported():
+    same = {"code": "aaa", "jax": "0.10.2", "tokenizers": "1"}
+    everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
+    findings = host.compare(everyone)
+    assert severities(findings) == ["error", "warning"]
+    assert missing(findings[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
+    assert severities(host.compare([("n0", same), ("n1", same)])) == ["ok"]
 
 
 def test_invalid_settings_are_rejected_together():
@@ -253,9 +280,12 @@ def test_two_real_processes_connect_compare_and_reduce(tmp_path):
     assert codes == [0, 0], outputs
     checks = {f["check"]: f for f in record["findings"]}
     assert "all 2 connections" in checks["network"]["text"]
+    assert checks["clocks"]["numbers"]["skew_s"] < 0.2
     assert checks["shared directory"]["severity"] == "ok"
+    assert checks["same software"]["severity"] == "ok"
     between = checks["all-reduce data"]["numbers"]["groups"]
     assert [g["members"] for g in between] == [[[0, 0], [1, 0]], [[0, 1], [1, 1]]]
+    assert any("http_proxy=http://127.0.0.1:1" in f["text"] for f in record["findings"])
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -264,5 +294,5 @@ def test_two_real_processes_with_two_directories_exit_with_1(tmp_path):
     codes, record, outputs = processes(tmp_path, shared=False)
     assert codes == [1, 1], outputs
     (wrong,) = [f for f in record["findings"] if f["severity"] == "error"]
-    assert wrong["check"] == "shared directory" and "not one directory" in wrong["text"]
+    assert wrong["check"] == "shared directory" and wrong["numbers"]["groups"] == [[0], [1]]
     assert "process 0" not in outputs[1][1]  # an exit code of all is not one process's failure

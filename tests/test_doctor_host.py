@@ -15,7 +15,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.tools.doctor import devices, host, processes
+from jaxdist.tools.doctor import devices, gpus, host, processes
 from jaxdist.tools.doctor.findings import Finding
 
 GIB = 1 << 30
@@ -29,11 +29,11 @@ HEALTHY = "0, NVIDIA H100 80GB HBM3, GPU-aa, 580.65.06, 81559, 4, 31, 0, 16, 16\
 
 
 def test_query_of_healthy_gpus_is_parsed():
-    rows = host.read_query(HEALTHY + HEALTHY.replace("0, N", "1, N", 1).replace("aa", "bb"))
+    rows = gpus.read_query(HEALTHY + HEALTHY.replace("0, N", "1, N", 1).replace("aa", "bb"))
     assert [row["uuid"] for row in rows] == ["GPU-aa", "GPU-bb"]
-    (finding,) = host.check_gpus(rows)
+    (finding,) = gpus.check_gpus(rows)
     assert finding.text == "2 × NVIDIA H100 80GB HBM3, driver 580.65.06"
-    assert host.read_query("No devices were found\n") == host.read_query("") == []
+    assert gpus.read_query("No devices were found\n") == gpus.read_query("") == []
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,65 @@ def test_query_of_healthy_gpus_is_parsed():
     ],
 )
 def test_bad_gpu_is_reported(line, severity, words):
-    findings = host.check_gpus(host.read_query(line))
+    findings = gpus.check_gpus(gpus.read_query(line))
     assert [f.severity for f in findings[1:]] == [severity]
     assert words in findings[1].text
 
 
 def test_unsupported_gpu_values_give_no_finding():
     line = HEALTHY.replace(" 0, 16, 16", " [N/A], [Not Supported], [N/A]")
-    assert severities(host.check_gpus(host.read_query(line))) == ["ok"]
+    assert severities(gpus.check_gpus(gpus.read_query(line))) == ["ok"]
+
+
+LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and the interconnect\n"
+
+
+def matrix(link, num_gpus: int, nics: tuple[str, ...] = ()) -> str:
+    """Return text as `nvidia-smi topo -m` prints it: tabs, underlined header, legend below."""
+    names = [f"GPU{i}" for i in range(num_gpus)] + [f"NIC{i}" for i in range(len(nics))]
+    head = "\t\x1b[4m" + "\t".join([*names, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+    rows = []
+    for i in range(num_gpus):
+        cells = [" X " if i == j else link(i, j) for j in range(num_gpus)]
+        rows.append("\t".join([f"GPU{i}", *cells, *nics, "0-51,104-155", "0", "", "N/A"]))
+    for i, nic in enumerate(nics):
+        cells = [nic] * num_gpus + [" X " if i == j else "SYS" for j in range(len(nics))]
+        rows.append("\t".join([f"NIC{i}", *cells]))
+    return head + "\x1b[0m\n" + "\n".join(rows) + "\n" + LEGEND
+
+
+def test_full_nvlink_host_is_parsed_without_findings():
+    topology = gpus.read_topology(matrix(lambda i, j: "NV18", 8, ("PXB", "SYS")))
+    assert topology.gpus == tuple(f"GPU{i}" for i in range(8))
+    assert set(topology.links.values()) == {"NV18"} and len(topology.links) == 28
+    assert topology.nics == dict.fromkeys(topology.gpus, "PXB")
+    (finding,) = gpus.check_topology(topology)
+    assert (finding.severity, finding.text) == ("ok", "NV18 between all 8 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("link", "severity", "words"),
+    [
+        (lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", "note", "no NVLink between the 4"),
+        (
+            lambda i, j: "NV4" if i // 2 == j // 2 else "SYS",
+            "warning",
+            "NVLink connects only GPU0+GPU1 and GPU2+GPU3",
+        ),
+        (lambda i, j: "NV16" if 2 in (i, j) else "NV18", "warning", "GPU2 is in 3 of them"),
+    ],
+    ids=["pcie", "bridged_pairs", "lame_gpu"],
+)
+def test_missing_or_slow_links_are_reported(link, severity, words):
+    (finding,) = gpus.check_topology(gpus.read_topology(matrix(link, 4)))
+    assert finding.severity == severity
+    assert words in finding.text
+
+
+def test_no_topology_gives_no_finding():
+    assert gpus.check_topology(gpus.read_topology("")) == []
+    assert gpus.check_topology(gpus.read_topology("NVIDIA-SMI has failed")) == []
+    assert gpus.check_topology(gpus.read_topology(matrix(lambda i, j: "", 1))) == []
 
 
 def test_disk_check_verifies_its_data_and_leaves_no_file(tmp_path):
@@ -105,23 +156,86 @@ def test_the_fix_for_few_files_depends_on_the_hard_limit():
     assert "hard limit" in host.check_files(1024, 4096).fix
 
 
-def test_pair_that_cannot_connect_is_reported():
-    listener = processes.Listener()
+SCONTROL = """Configuration data as of 2026-08-01T10:00:00
+JobRequeue              = 1
+KillOnBadExit           = 0
+KillWait                = 30 sec
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 24.11.5
+
+Slurmctld(primary) at ctl is UP
+"""
+
+
+def test_cluster_settings_are_reported():
+    findings = host.check_slurm(SCONTROL)
+    assert severities(findings) == ["note", "note"]
+    assert findings[0].numbers["kill_wait_s"] == 30 and "300 s" in findings[1].text
+
+
+def test_cluster_without_requeue_is_a_warning():
+    findings = host.check_slurm(SCONTROL.replace("= 1\n", "= 0\n", 1))
+    assert severities(findings)[0] == "warning" and "--requeue" in findings[0].fix
+    assert severities(host.check_slurm("KillWait = UNLIMITED\nSlurmdTimeout = 60 sec\n")) == ["ok"]
+
+
+def test_outside_a_job_slurm_is_not_queried(monkeypatch):
+    monkeypatch.setattr(host.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+    assert host.examine_slurm({}) == []
+
+
+def test_clocks_are_compared_over_a_real_connection(monkeypatch):
+    near, far = processes.Listener(), processes.Listener()
+    visit = processes.visit({1: near.address, 2: far.address})
+    near.close()
+    far.close()
+    assert visit["failed"] == {}
+    assert all(abs(offset) < 0.2 for offset in visit["offset_s"].values())
+
+
+class PeerWithWrongClock:
+    """A peer whose clock is wrong by `offset_s` seconds."""
+
+    def __init__(self, offset_s: float):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self.socket.getsockname()
+        threading.Thread(target=self.serve, args=(offset_s,), daemon=True).start()
+
+    def serve(self, offset_s: float) -> None:
+        import time
+
+        while True:
+            peer, _ = self.socket.accept()
+            with peer:
+                peer.sendall(json.dumps({"time": time.time() + offset_s}).encode())
+
+
+@pytest.mark.parametrize(("offset_s", "severity"), [(0.0, "ok"), (-3.0, "warning"), (70, "error")])
+def test_a_wrong_clock_is_measured(offset_s, severity):
+    visit = processes.visit({1: PeerWithWrongClock(offset_s).address})
+    assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
+    back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
+    pairs, clocks = processes.check_visits([visit, back], ["a", "b"])
+    assert pairs.severity == "ok"
+    assert clocks.severity == severity and "on a and b" in clocks.text
+
+
+def test_a_pair_that_cannot_connect_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()
-    failed = processes.visit({1: ("127.0.0.1", listener.port), 2: closed})
-    listener.close()
-    assert [*failed] == [2]
-    (finding,) = processes.check_visits(json.loads(json.dumps([failed, {}, {}])), ["a", "b", "c"])
-    assert finding.severity == "error"
-    assert missing(finding.text, "process 0 on a", "process 2 on c", "1 of 6") == []
-    assert severities(processes.check_visits([{}, {}], ["a", "b"])) == ["ok"]
+    visit = processes.visit({1: closed})
+    pairs, clocks = processes.check_visits(
+        [visit, {"failed": {}, "offset_s": {0: 0.0}, "rtt_s": {0: 0.001}}], ["a", "b"]
+    )
+    assert pairs.severity == "error"
+    assert missing(pairs.text, "process 0 on a", "process 1 on b", "1 of 2") == []
+    assert clocks.text.startswith("not compared")
 
 
 def check_directories(folders: list[Path]) -> list[Finding]:
     failed = {i: why for i, f in enumerate(folders) if (why := processes.Token(f, "x", i).write())}
     writers = [i for i in range(len(folders)) if i not in failed]
-    views = [processes.read_tokens(f, "x", writers, 0.2) for f in folders]
+    views = {i: processes.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
     for i, folder in enumerate(folders):
         processes.Token(folder, "x", i).delete()
     return processes.check_views(views, ["a", "b", "c"], folders[0], failed)
@@ -137,7 +251,8 @@ def test_directories_of_the_same_name_on_each_host_are_detected(tmp_path):
         (tmp_path / name).mkdir()
     (finding,) = check_directories([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
     assert finding.severity == "error"
-    assert missing(finding.text, "process 0 on a sees no files of 2;", "2 on c", "of 0, 1") == []
+    assert finding.numbers["groups"] == [[0, 1], [2]]
+    assert missing(finding.text, "process 2 on c", "1 of 3 (2)") == []
 
 
 def test_a_host_without_write_access_is_reported(tmp_path):

@@ -171,6 +171,19 @@ def test_malformed_texts_and_paths_outside_volumes_are_rejected(fields, facts):
     assert all(fact in problem for fact in facts), problem
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run_dir": "/runs"},
+        {"env": ("A=",), "secret_env": ("JAXDIST_JOB_TOKEN=token:value",)},
+        {"toleration": ("example.com/key", "key:NoExecute", "key=:NoSchedule")},
+    ],
+    ids=["run_dir", "variables", "taints"],
+)
+def test_other_spellings_are_accepted(fields):
+    assert problems_of(config(**fields)) == []
+
+
 FLAGS = ["--image=host/jaxdist:1", "--volume=runs:/runs"]
 
 

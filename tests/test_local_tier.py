@@ -356,6 +356,7 @@ def test_a_save_that_fails_after_it_is_written_does_not_count(job, monkeypatch):
 def test_a_finished_run_leaves_nothing_on_local_disks(job):
     opened = job.open()
     opened.save(1, state_of(1), {"next": 1}, due="local")
+    assert "not the loss of" in opened.survivable(state_of(1))
     opened.discard_local()
     opened.close()
     assert not list(job.disk.iterdir())

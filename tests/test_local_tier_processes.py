@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import Fork
+from refusals import missing
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +58,10 @@ def test_two_killed_hosts_with_each_disk_lost_resume_bit_identically(tmp_path, u
             {**two, "steps": 7, "kill": True},
             {**two, "steps": 7, "wipe": [0], "kill": True},
             {**two, "steps": 7, "wipe": [1], "kill": True},
-            {**two, "steps": 12, "wipe": [0, 1]},  # one more than the neighbours
+            {**two, "steps": 12, "wipe": [0, 1]},  # one more than claimed
         ],
     )
+    assert missing(value(starts[0], "claim"), "any host of 2") == []
     assert [value(start, "began") for start in starts] == [0, 6, 6, 6, 4]
     expected = losses(uninterrupted)
     for start in starts:
@@ -68,12 +70,13 @@ def test_two_killed_hosts_with_each_disk_lost_resume_bit_identically(tmp_path, u
     assert value(starts[-1], "events").count("local_save") == 2  # 6 and 10
 
 
-def test_every_subset_of_four_hosts_without_neighbours_may_be_lost(tmp_path):
+def test_loss_of_every_subset_of_four_hosts_is_survived_as_claimed(tmp_path):
     four = {"processes": 4, "steps": 6}
     first, subsets = run_plan(
         tmp_path / "run",
         [{**four, "do": "run", "kill": True}, {**four, "do": "subsets"}],
     )
+    assert missing(value(first, "claim"), "any host of 4") == []
     tried = {tuple(record["lost"]): record for record in subsets if "lost" in record}
     assert len(tried) == 16
     for lost, record in tried.items():
@@ -92,6 +95,7 @@ def test_processes_that_share_a_disk_write_and_fetch_their_shards_once(tmp_path,
         tmp_path / "run",
         [{**hosts, "steps": 6, "kill": True}, {**hosts, "steps": 7, "wipe": [0], "kill": True}],
     )
+    assert missing(value(first, "claim"), "any host of 2") == []
     assert value(second, "began") == 6
     expected = losses(uninterrupted)
     assert {**losses(first), **losses(second)} == {step: expected[step] for step in range(1, 8)}

@@ -1,5 +1,6 @@
 """Output for people: the console during a run, long waits, bad steps, numbers and tables."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -9,17 +10,21 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 from monitored import Clock, events, header, start, train
 from refusals import missing
 
+from jaxdist.config import RunConfig
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.hardware import GPUS
 from jaxdist.run.metrics_log import device_seconds, read_records
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.console import eval_line, plain, step_line
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.session import CompileTimes
+from jaxdist.run.setup import assemble
 from jaxdist.runtime import progress
 from jaxdist.runtime.formatting import numbers, tables
 
@@ -177,7 +182,7 @@ def test_summary_describes_the_result_of_the_run(tmp_path, caplog):
     # 25 tokens/s/device × 1000 FLOPs / 1e6 FLOP/s
     assert written["mfu"] == pytest.approx(0.025, rel=1e-12)
     assert written["mfu_full"] == pytest.approx(0.0375, rel=1e-12)
-    assert written["mfu_convention"] == "causal"
+    assert written["mfu_convention"] == "causal" and "peak" in written["mfu_formula"]
     assert written["checkpoint"] == str(returned["checkpoint"])
     closing = {line[:12].strip(): line[12:] for line in "\n".join(caplog.messages).splitlines()}
     assert missing(closing["ended"], "finished", "step 4/4", "15m00s") == []
@@ -271,6 +276,27 @@ def test_wait_is_logged_at_start_and_while_it_lasts(lines):
     assert seen >= 3 and lines()[0] == "compiling ..." and "so far" in lines()[1]
     time.sleep(0.1)
     assert len(lines()) == seen
+
+
+def test_compile_times_are_stored_for_each_program(tmp_path, monkeypatch):
+    parts = assemble(RunConfig(), jax.devices()[:1])
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert CompileTimes(parts).last() == 0
+        CompileTimes(parts).store(7.9)
+        longer = dataclasses.replace(parts.config.train, steps=7)
+        wider = dataclasses.replace(parts.config.train, global_batch_size=8)
+        with_train = lambda train: dataclasses.replace(
+            parts, config=dataclasses.replace(parts.config, train=train)
+        )
+        assert CompileTimes(with_train(longer)).last() == 7.9
+        assert CompileTimes(with_train(wider)).last() == 0
+        zero = dataclasses.replace(parts.config.mesh, zero=1)
+        other = dataclasses.replace(parts, config=dataclasses.replace(parts.config, mesh=zero))
+        assert CompileTimes(other).last() == 0
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from jaxdist.run.monitoring.console import idle_lines
 from jaxdist.run.monitoring.environment import GpuStats
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.stragglers import (
+    MAX_LISTED,
     StragglerDetector,
     find_stragglers,
     newest_common,
     summarize,
+    table,
 )
 from jaxdist.run.monitoring.summary import RunSummary, Throughput
 from jaxdist.run.monitoring.timers import StepTimer
@@ -240,11 +242,27 @@ def test_every_process_is_compared_with_the_median_of_the_others():
         assert slow == expected and (count < 40 or len(set(slow.values())) == 3)
 
 
-def test_comparing_processes_reads_each_report_a_few_times():
+def test_comparing_and_listing_processes_reads_each_report_a_few_times():
     for count in (64, 4096):
         reports, Counted.reads = random_reports(count), 0
-        find_stragglers(reports)
+        table(reports, find_stragglers(reports))
         assert Counted.reads < 40 * count
+
+
+def test_times_of_a_large_job_are_summarized_with_its_stragglers():
+    reports = {i: make_even_report(f"n{i}", 0.01, i / 1000, 1 - i / 1000) for i in range(201)}
+    reports[33] = make_even_report("n33", 1.5, 0.1, 0.0)
+    reports = {i: {**one, "gpu_clock_mhz": 1000 if i == 7 else 1980} for i, one in reports.items()}
+    record = table(reports, find_stragglers(reports))
+    assert len(json.dumps(record)) < 12_000
+    assert len(record["of"]) == MAX_LISTED and record["num_processes"] == 201
+    assert record["of"] == [7, 33, *range(139, 201)]  # 7 is slow, the others waited least
+    row = record["of"].index(33)
+    assert (record["hosts"][row], record["means"]["data_wait_s"][row]) == ("n33", 1.5)
+    every = [one["host_s"] for one in reports.values()]
+    assert record["quantiles"]["host_s"] == list(np.quantile(every, [0, 0.1, 0.5, 0.9, 1]))
+    small = table({i: reports[i] for i in range(MAX_LISTED)}, [])
+    assert small["of"] == list(range(MAX_LISTED)) and "quantiles" not in small
 
 
 def test_processes_are_compared_over_the_same_interval():

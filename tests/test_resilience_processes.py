@@ -13,6 +13,7 @@ from faulty_dataset import COUNT
 from launched_job import Job
 
 from jaxdist.data.order import Order
+from jaxdist.run.metrics_log import read_records
 from jaxdist.run.resilience.anomalies import read_anomalies
 
 BATCH = 4
@@ -73,9 +74,19 @@ def test_slow_process_and_nan_batch_are_named_with_their_cause(job):
     slow = [event for event in events if event["event"] == "straggler"]
     assert [(event["process"], event["cause"]) for event in slow] == [(0, "data")]  # once
     assert f"process 0 on {HOST}" in faulty.output()
+    tables = [
+        record
+        for record in read_records(faulty.run_dir / "metrics.jsonl")
+        if record.get("event") == "process_times"
+    ]
+    steps = [event["step"] for event in tables]  # newest interval that both have reported
+    assert steps == sorted(set(steps)) and set(steps) <= {10, 20, 30} and len(steps) >= 2
+    assert tables[-1]["of"] == [0, 1]
+    slow_s, other_s = tables[-1]["means"]["data_wait_s"]
+    assert slow_s > 0.3 > other_s
     summary = json.loads((faulty.run_dir / "summary.json").read_text())
     (summed,) = summary["stragglers"]
-    assert summed["process"] == 0 and 1 <= summed["intervals"] <= 3
+    assert summed["process"] == 0 and 1 <= summed["intervals"] <= len(steps)
 
     (anomaly,) = read_anomalies(faulty.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")

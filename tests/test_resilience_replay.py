@@ -13,10 +13,12 @@ from test_resilience_losses import BAD_ROW, SEED, bad_step, module, train  # noq
 from jaxdist import open as open_run
 from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.run.metrics_log import encode
-from jaxdist.run.replay import read_history, state_before, verdict
+from jaxdist.run.replay import loss_and_norm, read_history, state_before, verdict
 from jaxdist.run.resilience.anomalies import Anomaly
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.settings import ConfigError
+from jaxdist.tools.compare.__main__ import _recorded_otherwise
+from jaxdist.tools.compare.rerun import RerunStep
 
 OFFENCE = Anomaly(
     step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
@@ -183,3 +185,7 @@ def test_step_without_labels_is_replayed_and_compared(tmp_path, capsys):
     assert run_here("train", *flags, f"--replay={tmp_path / 'a'}:{step}") == 0
     out = capsys.readouterr().out
     assert "recorded: no labels" in out and out.count("the same bits") == 3
+    again = RerunStep(step=step, digests={}, numbers=loss_and_norm(run.metrics[step - 1]))
+    directory = RunDirectory.existing(tmp_path / "a")
+    lines = _recorded_otherwise((directory, directory), [(again, again)], None, "pp=2,tp=4")
+    assert "recorded" not in "".join(lines)

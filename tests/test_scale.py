@@ -87,6 +87,7 @@ def local_saves(process: int, num_processes: int, path) -> None:
     assert [(of, peer.process) for of, peer in opened._part.copied] == [(f"s{sender}", sender)]
     assert opened.choose({}, 1) == 5
     assert {save.shards for save in opened._store.held()} == {f"s{process}", f"s{sender}"}
+    assert f"any host of {num_processes // PER_HOST};" in opened.survivable({})
 
 
 def stream(process: int, num_processes: int, path) -> None:
@@ -99,7 +100,7 @@ def doctor_checks(process: int, num_processes: int, path) -> None:
     job = types.SimpleNamespace(process_id=process, num_processes=num_processes)
     hosts = [f"node{i // PER_HOST:05d}" for i in range(num_processes if process == 0 else 0)]
     findings = doctor._network(config, job, hosts) + doctor._shared_directory(config, job, hosts)
-    assert [one.severity for one in findings] == (["ok"] * 2 if process == 0 else [])
+    assert [one.severity for one in findings] == (["ok"] * 3 if process == 0 else [])
 
 
 class LocalStore(store.LocalStore):
@@ -146,10 +147,15 @@ def stand_ins(monkeypatch):
     )
     monkeypatch.setattr(tier, "digest_of", lambda leaves: f"s{own_id()}")
     monkeypatch.setattr(tier.LocalTier, "_start", lambda self, work, *args: work(*args))
-    monkeypatch.setattr(doctor.coordination, "own_address", lambda: "10.0.0.1")
-    listener = types.SimpleNamespace(port=1, close=lambda: None)
-    monkeypatch.setattr(processes, "Listener", lambda: listener)
-    monkeypatch.setattr(processes, "visit", lambda addresses: {})
+    monkeypatch.setattr(doctor.runtime, "resolve", lambda *_: JoinPlan())
+    listener = types.SimpleNamespace(address=("10.0.0.1", 1), close=lambda: None)
+    monkeypatch.setattr(processes, "Listener", lambda towards: listener)
+    answered = lambda to: {
+        "failed": {},
+        "offset_s": dict.fromkeys(to, 0.0),
+        "rtt_s": dict.fromkeys(to, 0.1),
+    }
+    monkeypatch.setattr(processes, "visit", answered)
     monkeypatch.setattr(processes.Token, "write", lambda self: "")
     monkeypatch.setattr(processes.Token, "is_complete", lambda self: True)
 
@@ -187,10 +193,10 @@ def test_process_0_chooses_copies_and_a_save_in_time_that_grows_with_the_job():
         names = [f"s{i}" for i in range(size)]
         held = [[name, [store.Save(0, 5, name)]] for name in names]
         begin = time.process_time()
-        taken = copies.receivers(domains, names, 1)
+        claim = copies.survivable(copies.holders(domains, names, 1), domains)
         assert store.newest(held, 0).sources == list(range(size))
         seconds.append(time.process_time() - begin)
-        assert all(domains[s].rack != domains[t].rack for s, (t,) in taken.items())
+        assert (claim.any_hosts, claim.any_rack, len(claim.fatal)) == (1, True, size)
     assert exponent(seconds, sizes) <= 1.5, seconds
 
 

@@ -290,6 +290,15 @@ def test_problems_of_the_flags_are_reported(fields, text):
     assert any(text in line for line in problems_of(plan(**fields)))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "warned"),
+    [("tp=8", False), ("dp=2,tp=16", True), ("fsdp=2,tensor=3", True), ("fsdp=16", False)],
+)
+def test_a_tensor_axis_across_nodes_gives_a_warning(mesh, warned):
+    warnings = list(plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings())
+    assert len(warnings) == warned and all("nodes of 8 GPUs" in warning for warning in warnings)
+
+
 def test_gpus_without_cores_give_a_warning():
     (warning,) = plan(gpus_per_node=2).warnings()
     assert "--cpus-per-task" in warning

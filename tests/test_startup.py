@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 from commands import records, run_here, tiny
-from refusals import refused
+from refusals import missing, refused
 
 from jaxdist.config import RunConfig, read_run
+from jaxdist.optim import make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.results import Run
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.startup import _raised_rate
 from jaxdist.runtime import StartTimes, start_times
 from jaxdist.settings import write_toml
 
@@ -30,10 +32,37 @@ def test_only_training_settings_count_as_a_change(tmp_path):
     assert change == f"train.steps: {first.train.steps} -> 7"
 
 
-def test_remarks_about_the_schedule_of_the_settings_are_left_out_for_another():
-    short = dataclasses.replace(RunConfig(), train=dataclasses.replace(RunConfig().train, steps=9))
-    assert RunConfig().remarks() == short.remarks(has_own_schedule=True) == []
-    assert len(short.remarks()) == 1
+def resume_to(steps: int, **optim) -> SimpleNamespace:
+    config = RunConfig()
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=steps),
+        optim=dataclasses.replace(config.optim, **optim),
+    )
+    schedule = make_lr_schedule(
+        config.optim, total_steps=steps, global_batch_size=config.train.global_batch_size
+    )
+    return SimpleNamespace(config=config, schedule=schedule, has_own_schedule=False)
+
+
+def test_longer_run_warns_that_its_learning_rate_rises_again():
+    stored = lambda **optim: resume_to(400, **optim).config
+    warned = _raised_rate(resume_to(800), stored(), 400)
+    assert "train.steps 400 -> 800" in warned and "--optim.decay-steps 380" in warned
+    kept = resume_to(800, decay_steps=380)  # as the warning suggests
+    assert _raised_rate(kept, stored(), 400) == ""
+    assert float(kept.schedule(400)) == pytest.approx(float(resume_to(400).schedule(400)))
+    assert _raised_rate(resume_to(400), stored(), 200) == ""
+    constant = dict(schedule="constant")
+    assert _raised_rate(resume_to(800, **constant), stored(**constant), 400) == ""
+    warned = _raised_rate(resume_to(800, schedule="wsd"), stored(schedule="wsd"), 400)
+    assert missing(warned, "train.steps 400 -> 800", "decay") == []
+    own = resume_to(800)
+    own.has_own_schedule = True
+    assert _raised_rate(own, stored(), 400) == ""
+    assert [RunConfig().remarks(has_own_schedule=x) for x in (False, True)] == [[], []]
+    short = resume_to(9).config
+    assert len(short.remarks()) == 1 and not short.remarks(has_own_schedule=True)
 
 
 @pytest.mark.parametrize(

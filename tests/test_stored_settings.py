@@ -124,6 +124,7 @@ def test_a_step_selects_the_settings_stored_with_it(original, tmp_path):
 
 CONVERSIONS = {
     "to-hf": ("tools.convert.__main__", "to-hf", "{run}", "{out}"),
+    "consolidate": ("tools.convert.__main__", "consolidate", "{run}", "{out}"),
     "reshard": ("tools.convert.__main__", "reshard", "{run}", "{out}", "--mesh=fsdp=8"),
     "generate": ("generate", "{run}", "--prompt=def", "--max-new-tokens=2", "--out={out}"),
     "data": ("data.__main__", "{run}/config.toml", "--out={out}"),
@@ -149,6 +150,7 @@ def test_a_conversion_compares_the_shapes_first(original, tmp_path, monkeypatch,
 
 WRITERS = {
     "to-hf": "models.huggingface.safetensors.write",
+    "consolidate": "models.huggingface.safetensors.write",
     "generate": "run.text_generation.Writer.write",
     "data": "data.corpus._fill",
 }

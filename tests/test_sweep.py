@@ -22,6 +22,7 @@ def trials_of(argv):
     return read_sweep(argv)[0]
 
 
+MILLION = [f"--grid={name}={','.join(map(str, range(1, 1001)))}" for name in ("seed", "steps")]
 RATES = "--grid=optim.peak_lr=1e-4,3e-4,1e-3"
 
 

@@ -98,9 +98,10 @@ def test_checkpoint_records_its_origin_and_cost(finished):
 
 
 def test_local_saves_are_between_regular_ones_and_end_with_the_run(finished):
-    run_dir, _ = finished
+    run_dir, done = finished
     saved, *_ = [r for r in records(run_dir, "event") if r["event"] == "local_save"]
     assert saved["step"] == 3 and {"blocked_s", "written_s", "bytes"} <= saved.keys()
+    assert "local saves survive" in done.stdout
     assert not list((run_dir.parent / "disk").iterdir())
 
 

@@ -229,6 +229,10 @@ class Checkpointer:
         """Return whether local saves are configured; `save` then needs `meta` in every process."""
         return self._local is not None
 
+    def survivable(self, state: Any) -> str:
+        """Return which host losses a local save survives, in one line; "" without local saves."""
+        return "" if self._local is None else self._local.survivable(state)
+
     def discard_local(self) -> None:
         """Delete the local saves of a finished run, whose last state is in the directory."""
         if self._local is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, g
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.events import CorruptCheckpoint
 from jaxdist.runtime.progress import Progress
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
 """Largest block that `StoredArrays.blocks` reads by default."""
@@ -129,3 +129,28 @@ class CheckpointWriter:
         names = manifest.files_of(self._destination)
         files = manifest.fingerprints(self._destination, names)
         manifest.write(self._destination, step, files, {})
+
+
+def rewrite(
+    source: StoredArrays,
+    destination: Location,
+    *,
+    items: Collection[str],
+    chunk_of: Callable[[str], tuple[int, ...]],
+    dtype_for: Callable[[str], str],
+    meta: dict[str, Any],
+) -> CheckpointWriter:
+    """Write the `items` of a checkpoint with other chunks or dtypes; return the finished writer.
+
+    Each array is verified while it is read, chunk by chunk. `chunk_of` and `dtype_for` map its name
+    to the shape of its chunks and the dtype to store.
+    """
+    entries = {n: e for n, e in source.entries.items() if n.partition("/")[0] in items}
+    sizes = [math.prod(e["shape"]) * dtype_of(dtype_for(n)).itemsize for n, e in entries.items()]
+    writer = CheckpointWriter(destination, sum(sizes))
+    for name, entry in entries.items():
+        chunk = chunk_of(name)
+        parts = source.blocks(name, chunk or None)
+        writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
+    writer.finish(meta)
+    return writer

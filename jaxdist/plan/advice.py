@@ -28,6 +28,7 @@ from jaxdist.plan.planner import (
     right_sizes,
     size_of,
     smaller_batch,
+    survivable_losses,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
 
@@ -51,6 +52,7 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
         *_size(plan, config, catalog),
         *_batch(plan),
         *_checkpoints(plan),
+        *_local_saves(plan),
         *_restart(plan),
         *_compiler(plan),
     ]
@@ -208,6 +210,17 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
             f"and restarts then take {percent(cost.lost)} of the time."
         )
     yield Advice("checkpoints", text)
+
+
+def _local_saves(plan: Plan) -> Iterator[Advice]:
+    settings, job = plan.choice.job.config.checkpoint, plan.choice.job
+    if not settings.local_dir:
+        return
+    zero = job.config.mesh.zero
+    line = survivable_losses(
+        job.spec, plan.cluster.num_nodes, settings.neighbours, zero=zero
+    ).line()
+    yield Advice("local saves", f"{line[0].upper()}{line[1:]}.")
 
 
 def _restart(plan: Plan) -> Iterator[Advice]:

@@ -7,9 +7,13 @@ import functools
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
+from jaxdist.checkpoint.local.copies import FailureDomain, Survivable, holders, survivable
 from jaxdist.config import RunConfig
 from jaxdist.core import matmul
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.step.shapes import BatchStage
 from jaxdist.core.types import Model, rows_per_example
@@ -227,6 +231,25 @@ def _seconds(choice: Candidate, tokens: float) -> float:
         done = min(tokens, end) - stage.first_sample * choice.job.seq_len
         seconds += max(0.0, done) / run.time.tokens_per_s
     return seconds
+
+
+def survivable_losses(
+    spec: MeshSpec, num_nodes: int, neighbours: int, *, zero: int = 0
+) -> Survivable:
+    """Return the node losses that local saves survive, assuming unknown racks.
+
+    Nodes take the mesh's devices in order. Two nodes store the same shards if their devices have
+    the same indices along all axes that shard the state. In practice more losses may be survivable.
+    """
+    sharding = {axis.name for axis in axes.AXES if axis.weights != "replicated"}
+    sharding |= set(axes.joining_fsdp(zero))
+    sizes = spec.sizes
+    indices = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    rows = [row for name, row in zip(sizes, indices, strict=True) if name in sharding]
+    by_node = np.stack(rows).reshape(len(rows), num_nodes, -1)
+    shards = [str(sorted(set(zip(*by_node[:, n].tolist(), strict=True)))) for n in range(num_nodes)]
+    domains = [FailureDomain("", f"node{n:0{len(str(num_nodes - 1))}}") for n in range(num_nodes)]
+    return survivable(holders(domains, shards, neighbours), domains)
 
 
 _MOST_ROWS = 1 << 16

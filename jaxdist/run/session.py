@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import math
 import shlex
@@ -39,8 +40,10 @@ from jaxdist.run.task_evaluation import task_metrics
 from jaxdist.run.text_generation import MIN_STEPS, first_request, write_sample
 from jaxdist.runtime import spot_notices
 from jaxdist.runtime.entry_point import shell_python
+from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.progress import waiting
+from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
@@ -119,6 +122,9 @@ class Session:
                 self._compile_to_fit(budget)
             self.state, self.step, self.loader = self._restore()
             self._times.mark("restore")
+            saved = parts.without_base(self.state)
+            if local := self.checkpointer.survivable(saved):
+                log.info("%s", local)
             stack.callback(lambda: self.loader.close())  # a rollback replaces the loader
             self.monitor = stack.enter_context(
                 Monitor(
@@ -480,7 +486,10 @@ class Session:
 
     def _compile(self, state: Any, batch: Mapping[str, Any], limit: float) -> Any:
         """Compile the step for arrays, or for their shapes; return its `memory_analysis()`."""
-        with waiting("compiling the train step"):
+        times = CompileTimes(self.stage)
+        before = times.last()
+        took = f", {duration(before)} last time" if before else ""
+        with waiting(f"compiling the train step{took}"):
             compiled = self.train_step.compile(state, batch, limit)
         stats, plan = compiled.memory_analysis(), self.stage.plan
         moves = offloaded_names(plan.remat) and plan.platform == "gpu"
@@ -490,9 +499,39 @@ class Session:
         if budget is not None and (warning := budget.compare(stats)):
             log.warning("%s", warning)
         self._compiled = True
+        if self.run.is_writer:
+            times.store(self.train_step.seconds)
         return stats
 
     def _finish_preflight(self) -> None:
         with waiting("trying to save and restore"):
             self.checkpointer.finish_preflight()
         self.forward_events()
+
+
+class CompileTimes:
+    """Time of the last compilation of a train step, stored for each settings, mesh and device."""
+
+    def __init__(self, parts: Parts):
+        config, device = parts.config, parts.devices[0]
+        mesh = dataclasses.replace(config.mesh, shape="")  # `spec` is the resolved shape
+        program = [
+            *(config.model, config.optim, config.precision, config.pipeline, mesh),
+            dataclasses.replace(config.train, steps=1),
+            *(str(parts.spec), device.device_kind, len(parts.devices), jax.__version__),
+        ]
+        digest = hashlib.sha256(repr(program).encode()).hexdigest()[:24]
+        folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+        self._file = locate(folder) / f"seconds-{digest}" if folder else None
+
+    def last(self) -> float:
+        """Return the seconds of the last compilation; 0 if unknown."""
+        with contextlib.suppress(OSError, ValueError):
+            return float(self._file.text()) if self._file else 0.0
+        return 0.0
+
+    def store(self, seconds: float) -> None:
+        """Store the seconds of this compilation, for the next start."""
+        if self._file:
+            with contextlib.suppress(OSError):
+                self._file.write(f"{seconds}", durable=False)

@@ -23,7 +23,7 @@ from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.adapters import num_trained
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.models.weights import num_params
-from jaxdist.optim import from_optax
+from jaxdist.optim import from_optax, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import EarlyStopping
 from jaxdist.run.metrics_log import read_outline
@@ -47,6 +47,8 @@ log = logging.getLogger("jaxdist")
 _PREVIEW_TOKENS = 16
 
 """Number of packed rows to read for estimating the load balance of context parallelism."""
+
+_SAME_RATE = 1.05  # a smaller rise of the learning rate is rounding of the schedule
 
 Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
@@ -161,6 +163,9 @@ def restore_or_init(
         if not rolls_back:
             check_recorded_ledger(run, step, position)
         losses, counts = meta.get("guard", []), meta.get("early_stopping", {})
+        text = meta.get("config", "")
+        if text and (warning := _raised_rate(parts, parse_run(text, str(run.path)), step)):
+            log.warning("%s", warning)
         log.info("resumed %s from step %d", run.path, step)
     guard.restore(losses)
     early_stopping.restore(counts)
@@ -222,6 +227,31 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
             )
 
     coordination.decide("data_ledger", compare)
+
+
+def _raised_rate(parts: Parts, stored: RunConfig, step: int) -> str:
+    """Return a warning if another `train.steps` increases the rate of a resumed run, else ""."""
+    total, now = stored.train.steps, parts.config
+    if not step or total == now.train.steps or parts.has_own_schedule:
+        return ""
+    before = make_lr_schedule(
+        stored.optim,
+        total_steps=total,
+        global_batch_size=stored.train.global_batch_size,
+        batches=[(stage.first_step, stage.batch_size) for stage in stored.train.stages],
+    )
+    # With train.batch_schedule, the stored rate may rise at this step, too.
+    old_rate = float(before(jnp.arange(step - 1, step + 1)).max())
+    rate = float(parts.schedule(jnp.int32(step)))
+    if step <= now.optim.warmup_steps or rate <= old_rate * _SAME_RATE:
+        return ""
+    fix = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
+    if now.optim.schedule == "wsd":
+        fix = "resume from a checkpoint before the decay"
+    return (
+        f"train.steps {total} -> {now.train.steps} stretches the {now.optim.schedule} schedule: "
+        f"the learning rate increases from {old_rate:.2e} to {rate:.2e}. To avoid that, {fix}."
+    )
 
 
 def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:

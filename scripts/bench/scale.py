@@ -41,7 +41,7 @@ from key_value_store import Client, Job  # noqa: E402
 from test_launch_elastic import a_plan  # noqa: E402
 from test_launch_rendezvous import World  # noqa: E402
 
-from jaxdist.run.monitoring.stragglers import find_stragglers  # noqa: E402
+from jaxdist.run.monitoring.stragglers import find_stragglers, table  # noqa: E402
 from jaxdist.runtime import coordination, distributed  # noqa: E402
 from jaxdist.runtime.cluster_environment import JoinPlan, RuntimeConfig  # noqa: E402
 from jaxdist.runtime.coordination import Group, service  # noqa: E402
@@ -187,7 +187,7 @@ def checks_of_process_0() -> dict[str, list[dict[str, float]]]:
         }
         everyone = [{**FACTS, "gpus": [f"GPU-{i}"]} for i in range(size)]
         begin = time.process_time()
-        find_stragglers(reports)
+        table(reports, find_stragglers(reports))
         between = time.process_time()
         distributed._check_processes(everyone)
         rows["comparison of times"].append({"size": size, "cpu_s": between - begin})

@@ -1,4 +1,4 @@
-"""Choose the hosts that keep a copy of each shard.
+"""Choose the host that keeps a copy of each shard, and compute which host losses are survivable.
 
 Hosts form a ring, ordered by rack. A host's shards are copied to others at fixed distances along
 the ring, with the fewest copies in their own rack, until `neighbours` others have them.
@@ -7,11 +7,16 @@ the ring, with the fewest copies in their own rack, until `neighbours` others ha
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from jaxdist.runtime.formatting.tables import few
 
 VARIABLE = "JAXDIST_FAILURE_DOMAIN"
 """Environment variable with the host, or rack/host, that fails together with a process."""
+
+_NAMED = 4  # sets of hosts listed in a log line
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -74,6 +79,71 @@ def receivers(
                 peers = on[target]
                 copies.setdefault(sender, []).append(peers[on[here].index(sender) % len(peers)])
     return copies
+
+
+def holders(
+    domains: Sequence[FailureDomain], shards: Sequence[str], neighbours: int
+) -> dict[str, set[FailureDomain]]:
+    """Return set of shards -> the hosts whose disks have it after a save."""
+    held: dict[str, set[FailureDomain]] = {}
+    for domain, name in zip(domains, shards, strict=True):
+        held.setdefault(name, set()).add(domain)
+    for sender, takers in receivers(domains, shards, neighbours).items():
+        held[shards[sender]] |= {domains[taker] for taker in takers}
+    return held
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survivable:
+    """Host losses (including their disks) after which a local save can still be restored.
+
+    Attributes:
+        any_hosts: number of arbitrary hosts that may be lost together.
+        any_rack: whether any single rack may be lost; None unless there are several racks.
+        fatal: sets of hosts that may not be lost together; none includes another.
+    """
+
+    num_hosts: int
+    any_hosts: int
+    any_rack: bool | None
+    fatal: tuple[frozenset[FailureDomain], ...]
+
+    def line(self) -> str:
+        """Return which losses of hosts and racks local saves survive, as one line for the log."""
+        named = few(["+".join(sorted(p.host for p in one)) for one in self.fatal], _NAMED)
+        if not self.any_hosts:
+            return f"local saves survive crashed processes, but not the loss of {named}"
+        hosts = "host" if self.any_hosts == 1 else f"{self.any_hosts} hosts"
+        text = f"local saves survive the loss of any {hosts} of {self.num_hosts}"
+        if self.any_rack is not None:
+            text += ", and of any rack" if self.any_rack else ", but not of every rack"
+        smallest = [one for one in self.fatal if len(one) == self.any_hosts + 1]
+        if len(smallest) < math.comb(self.num_hosts, self.any_hosts + 1):
+            text += f"; of more unless one of these sets is lost together: {named}"
+        return text
+
+
+def survivable(
+    held: Mapping[str, Collection[FailureDomain]], domains: Sequence[FailureDomain]
+) -> Survivable:
+    """Return which host losses leave a copy of each set of shards; `held` is from `holders`."""
+    sets = {frozenset(hosts) for hosts in held.values()}
+    by_least: dict[FailureDomain, list[frozenset[FailureDomain]]] = {}
+    for one in sets:
+        by_least.setdefault(min(one), []).append(one)
+    fatal = {
+        one
+        for one in sets
+        if not any(other < one for host in one for other in by_least.get(host, ()))
+    }
+    has_racks = len({domain.rack for domain in domains}) > 1
+    is_rack_fatal = any(len({domain.rack for domain in one}) == 1 for one in fatal)
+    return Survivable(
+        num_hosts=len(set(domains)),
+        any_hosts=min(map(len, fatal)) - 1,
+        any_rack=not is_rack_fatal if has_racks else None,
+        fatal=tuple(sorted(fatal, key=sorted)),
+    )
 
 
 def _shifts(hosts: Sequence[FailureDomain]) -> list[int]:

@@ -137,6 +137,16 @@ class LocalTier:
         self._lineage, self._has_begun = current, True
         self._store.forget(current)
 
+    def survivable(self, state: Any) -> str:
+        """Return which host losses a save of a state of this structure survives, in one line."""
+        self._share_layout(pytree.leaves_of(state))
+
+        def line() -> str:
+            held = copies.holders(self._domains, self._shards, self._config.neighbours)
+            return copies.survivable(held, self._domains).line()
+
+        return str(self._group.decide(line))
+
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Save the state of `step`, unless a save still runs; blocks only for the copy to host."""
         begin = time.perf_counter()

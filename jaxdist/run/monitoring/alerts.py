@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.run.metrics_log import skip_reason
-from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
+from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers, table
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.timers import (
     DATA_WAIT_WARNING,
@@ -95,6 +95,7 @@ class Alerts:
             return
         step = reports[0]["step"]
         slow = find_stragglers(reports)
+        self._event("process_times", step=step, quiet=True, **table(reports, slow))
         for one in slow:
             self._summary.add_straggler(one)
             if (one.process, one.cause) in self._slow:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 import socket
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ _SLOW_CLOCK = 0.85
 """Share of the median GPU clock below which a GPU is reported."""
 _COMPARED = ("data_wait_s", "host_s", "gpu_clock_mhz")
 """Numbers of a process that are compared with the median of the others."""
+MAX_LISTED = 64
+"""Processes listed one by one in metrics.jsonl; larger jobs are summarized."""
 _TOPIC = "monitoring/processes"
 
 READY_SHARE = 0.02
@@ -150,6 +153,30 @@ def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]
         if slow is not None:
             stragglers.append(slow)
     return sorted(stragglers, key=lambda slow: -slow.lost_s)
+
+
+def table(
+    reports: Mapping[int, Mapping[str, Any]], stragglers: Sequence[Straggler]
+) -> dict[str, Any]:
+    """Return the fields of the event `process_times`: process numbers `of`, and their mean times.
+
+    Above `MAX_LISTED` processes, `of` has the stragglers and the processes that waited least for
+    their devices, and `quantiles` describes all: name -> minimum, 10 %, median, 90 %, maximum.
+    """
+    names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
+    listed, summary = list(reports), {}
+    if len(reports) > MAX_LISTED:
+        named = dict.fromkeys(slow.process for slow in stragglers)
+        by_wait = heapq.nsmallest(MAX_LISTED, reports, lambda i: reports[i]["device_wait_s"])
+        listed = sorted(list(dict.fromkeys([*named, *by_wait]))[:MAX_LISTED])
+        quantiles = {}
+        for name in names:
+            ordered = sorted(one[name] for one in reports.values())
+            last = len(ordered) - 1
+            quantiles[name] = [ordered[round(share * last)] for share in (0, 0.1, 0.5, 0.9, 1)]
+        summary = {"num_processes": len(reports), "quantiles": quantiles}
+    means = {name: [reports[i][name] for i in listed] for name in names}
+    return {"of": listed, "hosts": [reports[i]["host"] for i in listed], "means": means, **summary}
 
 
 class _Others:

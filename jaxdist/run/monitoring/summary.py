@@ -15,6 +15,10 @@ from jaxdist.run.metrics_log import Record, current, device_seconds
 from jaxdist.run.monitoring.stragglers import READY_SHARE, Straggler
 from jaxdist.run.monitoring.timers import WINDOW_STEPS, CompileTracker
 
+MFU_FORMULA = (
+    "tokens/s/device * FLOPs per token (forward and backward, nothing recomputed) / peak FLOP/s"
+)
+
 
 class Throughput:
     """Rates of one start: medians, so that one slow step hardly changes them."""
@@ -196,6 +200,7 @@ class RunSummary:
             {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},
         )
         entry["intervals"] += 1
+        entry["lost_s_per_step"] = max(slow.lost_s, entry.get("lost_s_per_step", 0.0))
 
     def add_readings(self, readings: Mapping[str, float]) -> None:
         """Add statistics of this process's GPUs (`GpuStats.read`) at one step."""
@@ -267,6 +272,7 @@ def rates(throughput: Throughput, unit: str) -> dict[str, Any]:
     if mfu:
         values |= mfu
         values["mfu_convention"] = throughput.convention
+        values["mfu_formula"] = MFU_FORMULA
         values["peak_flops"] = throughput.peak_flops
     return values
 

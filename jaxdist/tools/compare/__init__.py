@@ -1,1 +1,1 @@
-"""Find the first difference between two runs that should be equal, by their records."""
+"""Find the first difference between two runs that should be equal, by records and by rerun."""

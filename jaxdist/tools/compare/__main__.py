@@ -1,9 +1,14 @@
 """`python -m jaxdist.compare A B`: find the first difference between two runs that should be equal.
 
-Reads both run directories: different settings and software, the first step with different data
-rows, the first step with a different loss, gradient norm or learning rate, and the first checkpoint
-with different arrays. It prints the commands that repeat that step of each run: a run that does not
-reproduce its record had a transient fault. Nothing is written into a run directory.
+    python -m jaxdist.compare runs/A runs/B
+    python -m jaxdist.compare runs/A runs/B --rerun false
+
+It first reads both run directories: different settings and software, the first step with different
+data rows, the first step with a different loss, gradient norm or learning rate, and the first
+checkpoint with different arrays. Then it reruns the steps after the last equal checkpoint, each run
+with its own settings but on one mesh, and compares digests of parameters, activations and gradients
+of every layer. It reports the first step, layer and tensor that differ. If the reruns are equal, it
+reports which run recorded other values. Nothing is written into a run directory.
 
 Exit code: 0 if the runs are equal, 1 if they diverge, 2 if they cannot be compared.
 """
@@ -11,19 +16,24 @@ Exit code: 0 if the runs are equal, 1 if they diverge, 2 if they cannot be compa
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import settings_of_run
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.run.metrics_log import Record, decode, stream_records
+from jaxdist.run.replay import loss_and_norm
 from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
-from jaxdist.runtime.entry_point import shell_python
-from jaxdist.settings import ConfigError, Removed, read_settings, setting
+from jaxdist.run.setup import Parts, assemble
+from jaxdist.settings import ConfigError, read_settings, setting
+from jaxdist.tools.compare.rerun import RerunStep, rerun
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
 """Numbers of a step that must be bit-identical, in the order of their computation."""
@@ -37,14 +47,21 @@ _MAX_NAMES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """The two runs to compare."""
+    """The two runs to compare, and how to rerun steps."""
 
     a: str = setting("", "directory of run A", required=True)
     b: str = setting("", "directory of run B", required=True)
-
-    REMOVED: ClassVar[Mapping[str, Removed]] = {
-        "rerun": Removed(False, "Use `python -m jaxdist.train --replay RUN:STEP`, as printed.")
-    }
+    rerun: bool = setting(
+        True, "rerun the steps up to the first difference; false = read files only"
+    )
+    mesh: str = setting("", "mesh of the rerun; empty = that of run A")
+    simulate: int = setting(
+        0,
+        "simulated CPU devices; 0 = real ones, or as many as the rerun's mesh has if run A was "
+        "simulated",
+        ge=0,
+    )
+    max_steps: int = setting(200, "largest number of steps to rerun", ge=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,12 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(describe(divergence)))
     if divergence.is_equal:
         return 0
-    step = divergence.step or divergence.checkpoint
-    if step:
-        print(f"to check whether each run reproduces its record of step {step}:")
-        for run in runs:
-            name = shlex.quote(f"{run.path}:{step}")
-            print(f"  {shell_python()} -m jaxdist.train --replay {name}")
+    if config.rerun:
+        print("\n".join(_rerun_lines(config, runs, divergence)))
     return 1
 
 
@@ -96,6 +109,93 @@ def describe(runs: Divergence) -> list[str]:
     return lines
 
 
+def _rerun_lines(
+    config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], divergence: Divergence
+) -> list[str]:
+    start, last = divergence.rerun_from, divergence.last_to_rerun
+    if last - start > config.max_steps:
+        return [
+            f"not rerun: steps {start + 1} to {last} are more than --max-steps "
+            f"{config.max_steps}. Raise it, or keep more checkpoints (checkpoint.max_to_keep)."
+        ]
+    parts = _parts_of(config, runs, start)
+    checkpoint = divergence.checkpoint
+    difference, done = rerun(runs, parts, start, last, checkpoint=checkpoint)
+    where = f"steps {start + 1} to {done[-1][0].step} rerun on mesh {parts[0].spec}"
+    if difference is not None:
+        return [
+            f"{where}: step {difference.step} differs first in {difference.what} "
+            f"({difference.also} later digests differ too)"
+        ]
+    lines = _recorded_otherwise(runs, done, checkpoint, str(parts[0].spec))
+    return [f"{where}: all digests are equal, so the difference does not recur", *lines]
+
+
+def _parts_of(
+    config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], start: int
+) -> tuple[Parts, Parts]:
+    """Return both runs' parts on one mesh, by their settings at step `start`."""
+    stored = [settings_of_run(run.path, start) for run in runs]
+    shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
+    simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)
+    if simulated:
+        runtime.simulate(simulated)
+    runtime.setup_compilation_cache()
+    devices = jax.devices()
+    spec = MeshSpec.parse(shape, len(devices))
+    meshes = [dataclasses.replace(own.mesh, shape=str(spec)) for own in stored]
+    a, b = (
+        assemble(dataclasses.replace(own, mesh=mesh), devices[: spec.num_devices])
+        for own, mesh in zip(stored, meshes, strict=True)
+    )
+    return a, b
+
+
+def _meshes_of(run: RunDirectory) -> list[str]:
+    return [r["mesh"] for r, _ in stream_records(run.metrics) if r.get("event") == "run"]
+
+
+def _recorded_otherwise(
+    runs: tuple[RunDirectory, RunDirectory],
+    done: list[tuple[RerunStep, RerunStep]],
+    checkpoint: int | None,
+    mesh: str,
+) -> list[str]:
+    """Return a line for each run: whether its records and checkpoint equal the rerun on `mesh`."""
+    lines = []
+    for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
+        differences: list[str] = []
+        steps = {step.step for step in own}
+        recorded = {r["step"]: r for r in steps_of(run) if r["step"] in steps}
+        wrong = next((step for step in own if _is_other(step, recorded.get(step.step))), None)
+        if wrong is not None:
+            differences.append(f"first recorded different numbers at step {wrong.step}")
+        arrays = next((step.arrays for step in own if step.arrays), None)
+        if arrays is not None and checkpoint is not None:
+            other = unequal_arrays(arrays, stored_arrays(run, checkpoint))
+            if other:
+                differences.append(f"saved {len(other)} different arrays at step {checkpoint}")
+        others = [other for other in dict.fromkeys(_meshes_of(run)) if other != mesh]
+        if not differences:
+            lines.append(f"{name}: equals the rerun")
+        elif others:
+            lines.append(
+                f"{name}: {' and '.join(differences)}. It ran on mesh {' and '.join(others)}, "
+                "where sums have a different order, so rounding differs. Rerun its steps there: "
+                f"--mesh {others[-1]}."
+            )
+        else:
+            lines.append(
+                f"{name}: {' and '.join(differences)}. The likely cause is a device or its "
+                "software at that time (resilience.sdc_check_interval_steps finds a device)."
+            )
+    return lines
+
+
+def _is_other(step: RerunStep, recorded: Record | None) -> bool:
+    return recorded is not None and repr(step.numbers) != repr(loss_and_norm(recorded))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
     """Differences between two run directories.
@@ -122,6 +222,17 @@ class Divergence:
     def is_equal(self) -> bool:
         """Return whether metrics, data rows and checkpoints at all common steps are equal."""
         return self.step is None and self.data_step is None and self.checkpoint is None
+
+    @property
+    def last_to_rerun(self) -> int:
+        """Return the first different step, or the one after `checkpoint` if that is earlier."""
+        after = None if self.checkpoint is None else self.checkpoint + 1
+        return min(s for s in (self.step, self.data_step, after) if s is not None)
+
+    @property
+    def rerun_from(self) -> int:
+        """Return the step of the newest equal checkpoint before `last_to_rerun`; 0 without one."""
+        return max((s for s in self.equal_checkpoints if s < self.last_to_rerun), default=0)
 
 
 def read_divergence(a: RunDirectory, b: RunDirectory) -> Divergence:

@@ -3,7 +3,8 @@
     inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
     verify RUN               check every file of every checkpoint; --arrays=true the arrays too
     diff A B                 list the arrays that differ, and by how much
-    reshard SRC DST          rewrite for another mesh; needs no GPU
+    reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
+    consolidate SRC OUT      safetensors, one file or shards with an index
     from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
     merge RUN OUT            a run's adapters and frozen weights as a run with complete weights
@@ -31,6 +32,7 @@ VERBS = (
     "verify",
     "diff",
     "reshard",
+    "consolidate",
     "from-hf",
     "to-hf",
     "merge",
@@ -46,11 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(__doc__)
         return 0
-    if words[0] == "consolidate":
-        raise ConfigError(
-            "`convert consolidate` was removed. Use `convert to-hf`, or in Python "
-            "`jaxdist.open(RUN).params`, a tree of arrays that any library can write."
-        )
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."

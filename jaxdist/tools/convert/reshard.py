@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
+from typing import Literal
 
 from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.blocks import dtype_of, even_chunk
-from jaxdist.checkpoint.streaming_io import CheckpointWriter, StoredArrays
+from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
 from jaxdist.config import settings_of_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.runtime.entry_point import shell_python
@@ -24,12 +25,18 @@ from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, making_run, ne
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of `convert reshard`: checkpoint, target mesh and size of the chunks."""
+    """Settings of `convert reshard`: checkpoint, target mesh, items and dtype of the output."""
 
     src: str = setting("", "run directory, its checkpoints/, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = as named by SRC, else the newest valid")
     mesh: str = setting("dp=1", "target mesh, e.g. fsdp=64 or dp=4,tp=2,pp=2")
+    items: Literal["all", "params"] = setting(
+        "all", "all = with optimizer state, for resuming; params = weights only"
+    )
+    dtype: Literal["stored", "float32", "bfloat16"] = setting(
+        "stored", "dtype of the weights; a later start casts them as needed"
+    )
     chunk_mb: int = setting(64, "largest chunk of an array, and memory for copying, in MiB", ge=1)
 
 
@@ -40,15 +47,28 @@ def run(config: Config) -> int:
     destination = new_run_directory(config.dst)
     stored = StoredArrays(checkpoint)
     settings, shard_shapes = _target(config, spec, stored)
+    items = (
+        {name.partition("/")[0] for name in shard_shapes} if config.items == "all" else {"params"}
+    )
+
+    def dtype_for(name: str) -> str:
+        is_weight = name.startswith("params/") and config.dtype != "stored"
+        return config.dtype if is_weight else stored.entries[name]["dtype"]
+
+    def chunk_of(name: str) -> tuple[int, ...]:
+        itemsize = dtype_of(stored.entries[name]["dtype"]).itemsize
+        return even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
+
     start = time.perf_counter()
     with making_run(destination):
-        path = destination / "checkpoints" / checkpoint.name
-        writer = CheckpointWriter(path, sum(map(stored.num_bytes, stored.entries)))
-        for name, entry in stored.entries.items():
-            itemsize = dtype_of(entry["dtype"]).itemsize
-            chunk = even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
-            writer.write(name, entry, chunk, stored.blocks(name, chunk or None))
-        writer.finish({**stored.document["meta"], "mesh": config.mesh, "config": settings})
+        writer = rewrite(
+            stored,
+            destination / "checkpoints" / checkpoint.name,
+            items=items,
+            chunk_of=chunk_of,
+            dtype_for=dtype_for,
+            meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
+        )
         (destination / "config.toml").write(settings)
     seconds = time.perf_counter() - start
     print(

@@ -5,10 +5,10 @@
     python -m jaxdist.launch --nproc-per-node 8 --module jaxdist.doctor -- --mesh fsdp=8
     srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
-Checks software, GPUs, environment variables, disk, shared memory and limits against the settings of
-a run. With several processes, started in the same way as training, it also checks that all reach
-each other and share the run directory. It times an all-reduce over each mesh axis and reports slow
-or wrong devices.
+Checks software, GPUs and their links, environment variables, disk, shared memory and limits against
+the settings of a run. With several processes, started in the same way as training, it also checks
+that all run the same code, reach each other, agree on the time and share the run directory. It
+times an all-reduce over each mesh axis and reports slow or wrong devices.
 
 Exit code: 0, 1 after an error (with --strict also after a warning), 2 on bad flags.
 """

@@ -20,10 +20,11 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.trials import wrong_operations
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import JoinedJob, coordination
+from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import advice_for
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, problems_of, read_settings, setting
-from jaxdist.tools.doctor import devices, findings, host, processes, variables
+from jaxdist.tools.doctor import devices, findings, gpus, host, processes, variables
 from jaxdist.tools.doctor.findings import Finding, Reported, error, note, ok
 
 COMMAND = "jaxdist.doctor"
@@ -114,14 +115,26 @@ def run(config: DoctorConfig) -> int:
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
     """Return findings about this host and its software; unset XLA_FLAGS that XLA rejects."""
-    gpu_findings, num_gpus = host.examine_gpus()
+    gpu_findings, num_gpus = gpus.examine_gpus()
     results = [*host.check_versions(versions(), nvidia_versions()), *gpu_findings]
-    results += variables.check_variables(environ, num_gpus=num_gpus, simulated=config.simulate > 0)
+    try:
+        plan = runtime.resolve(environ, config.runtime, num_gpus)
+    except ConfigError:  # reported when the job is joined
+        plan = runtime.JoinPlan()
+    results += variables.check_variables(
+        environ,
+        num_gpus=num_gpus,
+        simulated=config.simulate > 0,
+        coordinator_address=plan.coordinator_address,
+        num_hosts=plan.num_hosts,
+        interfaces=[name for _, name in socket.if_nameindex()],
+    )
     unreadable = variables.unreadable_flags(environ)
     if unreadable:
         os.environ.pop("XLA_FLAGS")  # XLA would end this process
     results += unreadable
     results += host.examine_disk(config.directory, config.disk_mib << 20, config.checkpoints_bytes)
+    results += host.examine_slurm(environ)
     return results + host.examine_limits(num_gpus)
 
 
@@ -139,6 +152,9 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
         )
     ]
     if job.num_processes > 1:
+        packages = versions() | nvidia_versions() | {"code": code_digest()}
+        compare = lambda everyone: host.compare(list(zip(hosts, everyone, strict=True)))
+        results += _check("software", packages, config, compare)
         results += _network(config, job, hosts)
         results += _shared_directory(config, job, hosts)
     spec, mesh_findings = _mesh(config, job)
@@ -146,14 +162,15 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
 
 
 def _network(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    listener = processes.Listener()
-    addresses = _collect("addresses", (coordination.own_address(), listener.port), config)
+    plan = runtime.resolve(os.environ, config.runtime)
+    listener = processes.Listener(plan.coordinator_address.rpartition(":")[0])
+    addresses = _collect("addresses", listener.address, config)
     own_peers = lambda process: processes.peers(process, len(addresses))
     to_visit = lambda: [{i: addresses[i] for i in own_peers(p)} for p in range(len(addresses))]
     to_me = coordination.scatter("doctor/peers", to_visit)
-    failed = processes.visit({int(i): (host, port) for i, (host, port) in to_me.items()})
+    visited = processes.visit({int(i): (host, port) for i, (host, port) in to_me.items()})
     # Ends when all have visited this process.
-    results = _check("visits", failed, config, lambda all: processes.check_visits(all, hosts))
+    results = _check("visits", visited, config, lambda all: processes.check_visits(all, hosts))
     listener.close()
     return results
 
@@ -167,7 +184,7 @@ def _shared_directory(config: DoctorConfig, job: JoinedJob, hosts: list[str]) ->
 
     def check(everyone: list[Any]) -> list[Finding]:
         failed = {i: why for i, why in enumerate(failures) if why}
-        return processes.check_views(everyone, hosts, directory, failed)
+        return processes.check_views(dict(enumerate(everyone)), hosts, directory, failed)
 
     results = _check("read", view, config, check)
     own.delete()

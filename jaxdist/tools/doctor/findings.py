@@ -142,7 +142,7 @@ def _where(one: Reported, num_processes: int) -> str:
 
 
 _JOB_CHECKS = (
-    *("job", "network", "shared directory", "mesh", "settings"),
+    *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
     *("devices", "operations", "all-reduce"),
 )
 """Prefixes of the checks of all processes together, which process 0 reports."""

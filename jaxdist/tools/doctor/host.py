@@ -1,21 +1,21 @@
-"""Checks of a host: disk, shared memory, limits of the process, software, GPUs."""
+"""Checks of a host: disk, shared memory, limits of the process, SLURM's settings, software."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import re
 import resource
 import shutil
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.runtime.formatting.numbers import MIB, in_bytes, rate
+from jaxdist.runtime.distributed import odd_ones
+from jaxdist.runtime.formatting.numbers import in_bytes, rate
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _SLOW_DISK = 50e6
@@ -24,6 +24,8 @@ _SMALL_SHM = 1 << 30
 """Docker's default is 64 MiB; NCCL uses some ten MB for each pair of GPUs."""
 _FEW_FILES = 4096
 """NCCL, gloo and checkpoints open hundreds to thousands of sockets and files."""
+_SLOW_NOTICE_S = 120
+"""Detecting a lost node more slowly than this costs more than most restarts."""
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
@@ -173,6 +175,56 @@ def check_cores(num_cores: int, num_gpus: int) -> Finding:
     return ok("cores", f"{num_cores} CPU core(s)", cores=num_cores)
 
 
+def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
+    """Return findings about the settings of the SLURM cluster; [] outside a SLURM job."""
+    if "SLURM_JOB_ID" not in environ:
+        return []
+    try:
+        text = subprocess.run(
+            ["scontrol", "show", "config"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [note("SLURM", "scontrol does not answer: the cluster's settings are unknown")]
+    return check_slurm(text)
+
+
+def check_slurm(text: str) -> list[Finding]:
+    """Return findings on the output of `scontrol show config`: time to save, requeueing."""
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, flags=re.M))
+    return list(_slurm_problems(config)) or [ok("SLURM", "jobs are requeued")]
+
+
+def _slurm_problems(config: Mapping[str, str]) -> Iterator[Finding]:
+    kill_s, lost_s = _seconds(config, "KillWait"), _seconds(config, "SlurmdTimeout")
+    if config.get("JobRequeue") == "0":
+        yield warning(
+            "SLURM",
+            "JobRequeue=0: a job that loses a node or is preempted is not restarted",
+            "sbatch --requeue (scripts of `jaxdist launch slurm` have it)",
+        )
+    if kill_s is not None:
+        yield note(
+            "SLURM",
+            f"KillWait={kill_s:.0f} s: a job is killed that long after SIGTERM, saved or not",
+            "request an earlier signal: --signal=B:USR1@SECONDS, as `jaxdist launch slurm` does",
+            kill_wait_s=kill_s,
+        )
+    if lost_s is not None and lost_s > _SLOW_NOTICE_S:
+        yield note(
+            "SLURM",
+            f"SlurmdTimeout={lost_s:.0f} s: SLURM detects a lost node, and requeues its job, only "
+            "after that time",
+            "if nodes are lost often, request a lower value from the cluster's administrators",
+            slurmd_timeout_s=lost_s,
+        )
+
+
+def _seconds(config: Mapping[str, str], name: str) -> float | None:
+    """Return the seconds in a setting such as `30 sec`; None if it is missing or unlimited."""
+    match = re.match(r"(\d+)", config.get(name, ""))
+    return float(match[1]) if match else None
+
+
 CHECK = "software"
 
 _OLDEST_DRIVER = {"13": 580, "12": 525}
@@ -182,6 +234,9 @@ _WRONG_VERSIONS = ("0.11.0", "0.11.1")
 """Versions of jax that `pyproject.toml` excludes; conda may install them."""
 
 _SUMMARY = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+_MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Different versions compile different programs or write different checkpoints."""
 
 
 def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
@@ -210,78 +265,24 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
             )
 
 
-_ECC = "ecc.errors.uncorrected.volatile.total"
-QUERY = (
-    *("index", "name", "uuid", "driver_version", "memory.total", "memory.used"),
-    *("temperature.gpu", _ECC),
-    *("pcie.link.width.current", "pcie.link.width.max"),
-)
-"""Fields of nvidia-smi."""
-
-_TAKEN_MIB = 1024
-_HOT = 80
-"""Degrees Celsius from which on an idle GPU is hot; data-center GPUs throttle at 83 to 90."""
+def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
+    """Return findings on differing versions, or "ok"; `everyone` is (host, name -> version)."""
+    code = everyone[0][1].get("code", "?")
+    agreed = ok("same software", f"{len(everyone)} processes, code {code}")
+    return list(_differences(everyone)) or [agreed]
 
 
-def examine_gpus() -> tuple[list[Finding], int]:
-    """Return the findings about this host's GPUs, and the number of GPUs."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return [], 0
-    rows = read_query(done.stdout)
-    return check_gpus(rows) if rows else [], len(rows)
-
-
-def read_query(text: str) -> list[dict[str, str]]:
-    """Return field -> text for each GPU, from nvidia-smi's CSV output without header."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
-    return [dict(zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]
-
-
-def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
-    """Return findings: the GPUs, and which are of another model, unhealthy or in use."""
-    kinds = Counter(row["name"] for row in rows)
-    text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-    results = [ok("GPUs", f"{text}, driver {rows[0]['driver_version']}")]
-    if len(kinds) > 1:
-        mixed = f"GPUs of several kinds: {text}; each step waits for the slowest"
-        results.append(warning("GPUs", mixed, "use GPUs of one kind: CUDA_VISIBLE_DEVICES"))
-    return results + [finding for row in rows for finding in _check_gpu(row)]
-
-
-def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
-    name = f"GPU {row['index']} ({row['uuid']})"
-    used, errors = _number(row["memory.used"]), _number(row[_ECC])
-    if used is not None and used > _TAKEN_MIB:
-        yield warning(
-            "GPUs",
-            f"{in_bytes(used * MIB)} of {name} are already in use",
-            "find the process with `nvidia-smi` and end it, or use other GPUs",
+def _differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Finding]:
+    for name in sorted({name for _, versions in everyone for name in versions}):
+        values = [versions.get(name, "none") for _, versions in everyone]
+        common, odd = odd_ones(values)
+        if not odd:
+            continue
+        others = few([f"{values[i]} in process {i} on {everyone[i][0]}" for i in odd], 4)
+        what = "the code of jaxdist" if name == "code" else name
+        make = error if name in _MUST_BE_EQUAL else warning
+        yield make(
+            "same software",
+            f"{what} is {common} in {len(values) - len(odd)} processes, but {others}",
+            "use one environment and one checkout on all hosts",
         )
-    if errors:
-        yield error(
-            "GPUs",
-            f"{name} has {errors:.0f} uncorrectable memory error(s)",
-            "drain the host and reset the GPU; replace it if they come back",
-        )
-    now, most = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
-    if now and most and now < most:
-        yield warning(
-            "GPUs",
-            f"{name} uses only {now:.0f} of {most:.0f} PCIe lanes",
-            "reseat the card; its copies to and from the host are slower",
-        )
-    degrees = _number(row["temperature.gpu"])
-    if degrees and degrees >= _HOT:
-        yield warning(
-            "GPUs",
-            f"{name} is at {degrees:.0f} °C before the run",
-            "check its cooling, or find a program that still uses it",
-        )
-
-
-def _number(text: str) -> float | None:
-    """Return the number in a text; None for "[N/A]" and "[Not Supported]"."""
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None

@@ -12,9 +12,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxdist.tools.doctor.findings import Finding, Severity, error, ok, warning
+from jaxdist.tools.doctor.findings import Finding, Severity, error, note, ok, warning
 
 CHECK = "environment"
 
@@ -52,12 +52,18 @@ _WITHOUT_GPUS = (
     Risk("JAX_DEBUG_INFS", _is_on, "warning", "every result is fetched and checked"),
     Risk("JAX_ENABLE_CHECKS", _is_on, "warning", "jax runs its own checks at every operation"),
     Risk("JAX_CHECK_TRACER_LEAKS", _is_on, "warning", "tracing is slow and uses more memory"),
+    Risk("JAX_LOG_COMPILES", _is_on, "note", "the log fills with compilations"),
     Risk("JAX_ENABLE_X64", _is_on, "warning", "accidental float64 is slow and uses memory"),
     Risk("JAX_DEFAULT_MATMUL_PRECISION",
          lambda v: v.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x"),
          "note", "matrix products use more passes than precision.compute_dtype needs"),
+    Risk("JAX_ENABLE_COMPILATION_CACHE", _is_off, "note",
+         "jaxdist enables the cache anyway: use JAXDIST_CACHE=off"),
     Risk("JAX_ENABLE_RECOVERABILITY", _is_on, "warning",
          "processes do not end when one dies: they wait for it in a collective"),
+    Risk("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", _is_off, "note", "peers hang longer"),
+    Risk("TF_CPP_MIN_LOG_LEVEL", lambda v: v.isdigit() and int(v) >= 3, "note",
+         "the compiler's errors are not printed"),
 )  # fmt: skip
 
 _WITH_GPUS = (
@@ -69,16 +75,21 @@ _WITH_GPUS = (
          "the run gets this share of GPU memory instead of the default 0.92"),
     Risk("TF_FORCE_UNIFIED_MEMORY", _is_on, "warning", "what does not fit is paged to the host"),
     Risk("CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the host waits for every kernel"),
+    Risk("CUDA_DEVICE_ORDER", lambda v: v == "FASTEST_FIRST", "note",
+         "CUDA_VISIBLE_DEVICES numbers GPUs differently from nvidia-smi"),
     Risk("NCCL_P2P_DISABLE", _is_on, "warning", "GPUs of a host communicate through host memory"),
     Risk("NCCL_SHM_DISABLE", _is_on, "warning", "GPUs without peer access use sockets"),
     Risk("NCCL_IB_DISABLE", _is_on, "warning", "hosts use TCP, not InfiniBand or RoCE"),
-    Risk("NCCL_SOCKET_IFNAME", lambda v: v.lstrip("=") == "lo", "warning",
-         "other hosts cannot be reached over the loopback interface"),
+    Risk("NCCL_NVLS_ENABLE", _is_off, "note", "the switches do not reduce (NVLink SHARP)"),
     Risk("NCCL_NET", lambda v: v.lower() == "socket", "warning", "hosts use TCP"),
     Risk("NCCL_NET_GDR_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
          "no GPUDirect RDMA: every byte is copied through host memory"),
     Risk("NCCL_P2P_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
          "GPUs of a host communicate through host memory"),
+    Risk("NCCL_ALGO", _is_set, "note", "NCCL cannot choose the algorithm by size"),
+    Risk("NCCL_PROTO", _is_set, "note", "NCCL cannot choose the protocol by size"),
+    Risk("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "note",
+         "NCCL prints a lot to stdout"),
 )  # fmt: skip
 
 _FLAGS = (
@@ -115,12 +126,18 @@ def flags_of(text: str) -> dict[str, str]:
 
 
 def check_variables(
-    environ: Mapping[str, str], *, num_gpus: int, simulated: bool = False
+    environ: Mapping[str, str],
+    *,
+    num_gpus: int,
+    simulated: bool = False,
+    coordinator_address: str = "",
+    num_hosts: int = 1,
+    interfaces: Sequence[str] = (),
 ) -> list[Finding]:
     """Return a finding for each harmful variable of this host; if none, an "ok".
 
-    `environ` is the environment before jaxdist sets variables of its own. A `simulated` run uses
-    CPU devices.
+    `environ` is the environment before jaxdist sets variables of its own. `interfaces` are the
+    host's network interfaces. A `simulated` run uses CPU devices.
     """
     on_gpus = num_gpus > 0 and not simulated
     flags = flags_of(environ.get("XLA_FLAGS", ""))
@@ -142,7 +159,9 @@ def check_variables(
     ]
     if on_gpus:
         results += _hidden_gpus(environ, num_gpus)
+        results += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
         results += _other_libraries(environ)
+    results += _proxies(environ, coordinator_address)
     return results or [ok(CHECK, "no harmful variable")]
 
 
@@ -163,6 +182,27 @@ def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> Iterator[Finding]
         )
 
 
+def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> Iterator[Finding]:
+    """Yield errors in NCCL_SOCKET_IFNAME: `ib` is a prefix, `=ib0` a name, `^lo` an exclusion."""
+    if not name or name.startswith("^"):
+        return
+    exact, names = name.startswith("="), name.lstrip("=").split(",")
+    matches = [i for i in interfaces for n in names if i == n or (not exact and i.startswith(n))]
+    if interfaces and not matches:
+        yield error(
+            CHECK,
+            f"NCCL_SOCKET_IFNAME={name} matches no interface of this host "
+            f"({', '.join(interfaces)}): NCCL would not start",
+            "unset it, or use one of these",
+        )
+    if num_hosts > 1 and set(matches) == {"lo"}:
+        yield error(
+            CHECK,
+            f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which other hosts cannot reach",
+            "unset it, or use the interface between the hosts",
+        )
+
+
 def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a warning per folder of LD_LIBRARY_PATH whose CUDA libraries replace jax's own."""
     for folder in filter(os.path.isdir, environ.get("LD_LIBRARY_PATH", "").split(":")):
@@ -175,6 +215,22 @@ def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
                 "installed with jax",
                 f"remove {folder} from LD_LIBRARY_PATH",
             )
+
+
+def _proxies(environ: Mapping[str, str], coordinator_address: str) -> Iterator[Finding]:
+    """Yield a note if a proxy that gRPC uses applies to the coordinator, not exempt by no_proxy."""
+    proxies = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
+    host = coordinator_address.rpartition(":")[0]
+    exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")
+    suffixes = tuple(part.strip().lstrip("*") for part in exempt.split(",") if part.strip())
+    if proxies and host and not host.endswith(suffixes):
+        no_proxy = ",".join(filter(None, (environ.get("no_proxy", ""), host)))
+        yield note(
+            CHECK,
+            f"{proxies[0]}={environ[proxies[0]]} applies to the coordinator {coordinator_address}; "
+            "jaxdist bypasses the proxy, but other programs of the job might use it",
+            f"export no_proxy={no_proxy}",
+        )
 
 
 def unreadable_flags(environ: Mapping[str, str], timeout_s: float = 120) -> list[Finding]:

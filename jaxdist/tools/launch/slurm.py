@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxdist import runtime
@@ -138,14 +138,23 @@ class SlurmConfig:
         """Return the Python that runs the training."""
         return self.python or ("python" if self.container else sys.executable)
 
-    def warnings(self) -> list[str]:
-        """Return a warning if the settings are legal but likely to be slow."""
-        if not self.gpus_per_node or self.cpus_per_task:
-            return []
-        return [
-            "--cpus-per-task is not set: SLURM's default is one core per process, which slows down "
-            "compilation and data loading. Use the cores of a node divided by --tasks-per-node."
-        ]
+    def warnings(self) -> Iterator[str]:
+        """Yield a warning for each setting that is legal but likely to be slow."""
+        per_node = self.gpus_per_node
+        if per_node and not self.cpus_per_task:
+            yield (
+                "--cpus-per-task is not set: SLURM's default is one core per process, which slows "
+                "down compilation and data loading. Use the cores of a node divided by "
+                "--tasks-per-node."
+            )
+        shape = value_of(self.arguments, "mesh", "mesh.shape") or ""
+        tensor = re.search(r"\b(?:tp|tensor)=(\d+)", shape)
+        if tensor and per_node and per_node % int(tensor[1]):
+            yield (
+                f"the tensor axis ({tensor[1]}) spans nodes of {per_node} GPUs: every layer would "
+                f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp "
+                "or fsdp across nodes."
+            )
 
 
 def main(argv: Sequence[str]) -> int:
