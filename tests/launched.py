@@ -1,13 +1,20 @@
 """Run the launcher in a separate process, with workers that run code of the test."""
 
+import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from commands import ROOT
+
+from jaxdist.tools.launch import membership
 
 WORKER = """
 import os, signal, sys, time
@@ -67,6 +74,14 @@ class Launched:
                 _, err = self.process.communicate(timeout=10)
                 raise AssertionError(f"{names} were not made; the launcher said:\n{err[-4000:]}")
             time.sleep(0.02)
+
+
+def sizes_here(arguments: Sequence[str]) -> membership.LegalSizes:
+    """Return `membership.read_sizes`, computed without a child, which would import jax again."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), mock.patch.object(sys, "argv", ["", *arguments]):
+        membership.main()
+    return membership.LegalSizes(**json.loads(output.getvalue()))
 
 
 def is_running(pid: int) -> bool:

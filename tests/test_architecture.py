@@ -319,7 +319,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 65_960,
     "package code lines": 47_167,
-    "test lines": 47_914,
+    "test lines": 47_917,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

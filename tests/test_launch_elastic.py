@@ -1,12 +1,12 @@
 """Elastic launches without training: the chosen hosts and the rejected commands."""
 
-import os
 import subprocess
 import sys
 import types
 
 import pytest
 from commands import ROOT
+from launched import sizes_here
 from refusals import missing
 
 from jaxdist.settings import ConfigError
@@ -157,8 +157,8 @@ def test_impossible_training_is_rejected_before_start(tmp_path, flags, text):
 
 def test_legal_sizes_match_an_elastic_mesh():
     train = ["--simulate=2", "--mesh=dp=4,tp=2"]
-    assert read_sizes([*train, "--mesh.elastic=true"]) == LegalSizes(legal=[2, 4, 8], simulate=2)
-    assert read_sizes(train) == LegalSizes(legal=None, simulate=2)
+    assert sizes_here([*train, "--mesh.elastic=true"]) == LegalSizes(legal=[2, 4, 8], simulate=2)
+    assert sizes_here(train) == LegalSizes(legal=None, simulate=2)
 
 
 def test_legal_sizes_cut_no_example_of_a_users_objective(tmp_path, monkeypatch):
@@ -168,10 +168,10 @@ def test_legal_sizes_cut_no_example_of_a_users_objective(tmp_path, monkeypatch):
         "def build(*, seq_len):\n    pairs = types.SimpleNamespace(rows_per_example=2)\n"
         "    return dataclasses.replace(example.build(seq_len=seq_len), objective=pairs)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.syspath_prepend(tmp_path)
     flags = ["--mesh=dp=6", "--mesh.elastic=true", "--train.global-batch-size=12"]
     sizes = {
-        factory: read_sizes([*flags, "--model=custom", f"--model.factory={factory}"]).legal
+        factory: sizes_here([*flags, "--model=custom", f"--model.factory={factory}"]).legal
         for factory in ("jaxdist.models.example:build", "paired:build")
     }
     assert [*sizes.values()] == [[1, 2, 3, 4, 6], [1, 2, 3, 6]]

@@ -1,20 +1,17 @@
 """Batch scripts: their text, and their behavior with stand-ins for SLURM's commands."""
 
-import contextlib
-import io
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import sizes_here
 from refusals import refused
 
 from jaxdist.settings import problems_of
-from jaxdist.tools.launch import membership, slurm
+from jaxdist.tools.launch import slurm
 from jaxdist.tools.launch.slurm import Nodes, SlurmConfig, batch_script, main
 
 ROOT = Path(__file__).parent.parent
@@ -26,16 +23,7 @@ def plan(**fields) -> SlurmConfig:
 
 @pytest.fixture
 def no_child(monkeypatch):
-    """Compute the legal sizes of a program in this process, which has imported jax already."""
-
-    def read_sizes(arguments):
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["membership", *arguments])
-            membership.main()
-        return membership.LegalSizes(**json.loads(output.getvalue()))
-
-    monkeypatch.setattr(slurm, "read_sizes", read_sizes)
+    monkeypatch.setattr(slurm, "read_sizes", sizes_here)
 
 
 def test_flags_without_an_example_reach_the_script():
