@@ -182,20 +182,6 @@ def test_a_ring_overlaps_with_attention(num_nodes, waits_long):
     assert waited == pytest.approx((1 - OURS.hidden) * moving + late)
 
 
-@pytest.mark.parametrize("exchange", ["ring", "hybrid"])
-def test_a_window_does_not_change_ring_traffic(exchange):
-    """Layers with a window run block by block, and their keys pass all devices."""
-    config = long_rows(6, 6, mesh=MeshConfig(context_attention=exchange))
-    sent = []
-    for window, every, kernel in [(0, 0, "cudnn"), (4096, 0, "blockwise"), (4096, 2, "blockwise")]:
-        model = dataclasses.replace(config.model, sliding_window=window, full_attention_every=every)
-        job = Job.of(dataclasses.replace(config, model=model), MeshSpec(context=16), TWO_NODES)
-        permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
-        sent.append(sum(f.wire_bytes for f in permutes))
-        assert job.attention == kernel and estimate_time(job).seconds > 0
-    assert sent[0] > 0 and sent == sent[:1] * 3
-
-
 def test_times_count_the_work_of_the_busiest_device():
     """Packed rows: a ring is unbalanced, a hybrid less, exchanged heads not. Causal: balanced."""
     job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)

@@ -1,7 +1,6 @@
 """The estimate against independent references: built models, real shardings, compiled programs."""
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -279,18 +278,15 @@ SMALL = dataclasses.replace(LLAMA, num_layers=8, d_model=512, num_heads=8, mlp_d
 def test_every_rejected_mesh_has_a_reason():
     result = search(job(model=SMALL).config, parse_gpus("h100:8")[0])
     best = result.choices[0]
-    assert why_not(best, best) == ""
-    assert all(why_not(choice, best) for choice in result.choices[1:])
+    assert why_not(best, best) == "" and all(why_not(one, best) for one in result.choices[1:])
 
     def timed(spec: str, seconds: float) -> Candidate:
         one = Candidate.of(job(spec, model=SMALL))
         return dataclasses.replace(one, time=dataclasses.replace(one.time, parts={"all": seconds}))
 
-    simple, complex_ = (functools.partial(timed, spec) for spec in ("fsdp=8", "fsdp=4,tp=2"))
-    assert why_not(complex_(1.0), simple(1.0)) == "as fast, but a more complex mesh"
-    assert why_not(simple(1.0), complex_(1.0)) == "as fast, within the error"
-    assert why_not(complex_(0.8), simple(1.0)).endswith("faster, but a more complex mesh")
-    assert set(map(str, result.refused)).isdisjoint(str(c.job.spec) for c in result.choices)
+    assert why_not(timed("fsdp=8", 1.0), timed("fsdp=4,tp=2", 1.0)) == "as fast, within the error"
+    faster = why_not(timed("fsdp=4,tp=2", 0.8), timed("fsdp=8", 1.0))
+    assert faster.endswith("faster, but a more complex mesh")
 
 
 def test_small_models_are_replicated_and_large_ones_sharded():
@@ -353,33 +349,22 @@ def test_estimating_starts_no_device():
     assert out.stdout.split() == ["False"]
 
 
-@pytest.mark.parametrize("model", [CnnConfig(), LLAMA], ids=["cnn", "decoder"])
-def test_every_model_has_a_time(model):
-    time = estimate_time(job("dp=8", model=model))
+def test_an_image_classifier_has_a_time():
+    time = estimate_time(job("dp=8", model=CnnConfig()))
     assert 0 < time.mfu < 1 and time.tokens_per_s > 0
 
 
-@pytest.mark.parametrize(
-    ("data", "kernel"),
-    [
-        ({}, "cudnn"),
-        ({"packing": "stream"}, "cudnn"),
-        ({"packing": "documents"}, "cudnn"),
-        ({"records": "chat"}, "cudnn"),
-    ],
-    ids=str,
-)
-def test_packed_rows_are_planned_with_a_kernel_that_supports_them(data, kernel):
+@pytest.mark.parametrize("data", [{"packing": "stream"}, {"packing": "documents"}], ids=str)
+def test_packed_rows_are_planned_with_a_kernel_that_supports_them(data):
     base = job()
     config = dataclasses.replace(base.config, data=DataConfig(**data))
     packs = config.data.packs_documents
     replaced = dataclasses.replace(base, config=config)
-    assert replaced.attention == kernel
+    assert replaced.attention == "cudnn"
     scratch = attention.workspace(replaced) / attention.workspace(base)
     assert scratch == pytest.approx(DOCUMENTS if packs else 1, rel=1e-3)
-    older = Cluster.of(GPUS["a100-80"], 8)
-    expected = "blockwise" if packs else "cudnn"
-    assert dataclasses.replace(replaced, cluster=older).attention == expected
+    older = dataclasses.replace(replaced, cluster=Cluster.of(GPUS["a100-80"], 8))
+    assert older.attention == ("blockwise" if packs else "cudnn")
 
 
 def test_gpu_count_uses_the_fewest_equal_nodes():

@@ -215,15 +215,6 @@ def test_an_illegal_mesh_is_refused_with_its_reason():
     assert "num_heads" in outcome.reason or "heads" in outcome.reason
 
 
-@needs_compiler
-def test_a_compilation_that_takes_too_long_is_killed():
-    start = time.monotonic()
-    outcome = compile_step(CONFIG, MESH, NODES, timeout_s=0.5)
-    assert isinstance(outcome, NotCompiled)
-    assert (outcome.kind, "0.5 s" in outcome.reason) == ("timeout", True)
-    assert time.monotonic() - start < 60
-
-
 def test_without_the_compiler_reason_and_install_command_are_returned(monkeypatch):
     monkeypatch.setattr(check, "_PACKAGES", ("no-such-plugin", "nor-this"))
     outcome = compile_step(CONFIG, MESH, NODES)
