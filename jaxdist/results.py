@@ -136,6 +136,16 @@ class Run:
         outline = current(read_outline(self._directory.metrics, sys.maxsize))
         return max((record["step"] for record in outline if record["kind"] == "train"), default=0)
 
+    def dataframe(self) -> Any:
+        """Return `metrics` as a pandas DataFrame with the step as index; this needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("pandas is not installed: pip install pandas, or use .metrics") from (
+                error
+            )
+        return pandas.DataFrame(self.metrics).set_index("step")
+
     @property
     def params(self) -> Params:
         """Return the parameters: a tree of arrays, layers stacked, sharded over `mesh`.

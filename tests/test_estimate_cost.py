@@ -47,6 +47,15 @@ def test_checkpoint_size_is_parameters_and_moments():
         assert cost.checkpoint_bytes(job(mesh, zero=zero)) == pytest.approx(12 * params, rel=1e-3)
 
 
+def test_break_even_is_where_both_costs_are_equal():
+    one = job("fsdp=8")
+    saving = cost.checkpoint_cost(one, failures_per_day=0.1, storage_bytes_per_s=2e9, restart_s=300)
+    even = cost.break_even(saving, price_share=0.5)
+    spot = cost.checkpoint_cost(one, failures_per_day=even, storage_bytes_per_s=2e9, restart_s=300)
+    money = [0.5 / (1 - spot.lost), 1.0 / (1 - saving.lost)]
+    assert money[0] == pytest.approx(money[1], rel=1e-3)
+
+
 def test_storage_does_not_grow_with_the_number_of_nodes_without_limit():
     rates = [cost.storage_rate(2e9, Cluster.of(GPUS["h100"], gpus)) for gpus in (8, 64, 16384)]
     assert rates == [2e9, 16e9, 2e12]

@@ -51,7 +51,7 @@ def test_plan_has_a_verdict_and_the_flags_to_use(capsys):
     assert "the run: 10B tokens" in text
     settings = {field.name for field in fields_of(PlanConfig)} | ALIASES.keys()
     named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]*)", text)}
-    assert "optim.lr_scaling" in named and named <= settings
+    assert "checkpoint.save_interval_steps" in named and named <= settings
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,14 @@ def test_more_preemptions_make_spot_more_expensive_and_saves_more_frequent(capsy
     assert few["checkpoints"] == many["checkpoints"]
 
 
+def test_spot_and_the_axes_of_the_mesh_have_advice(capsys):
+    report = plan(capsys, "--gpus", "h100:8", "--train.remat", "none")
+    (spot,) = advice_of(report, "spot")
+    assert missing(spot, "2 preemptions a day", "--checkpoint.save-interval-steps") == []
+    (mesh,) = advice_of(report, "mesh")
+    assert missing(mesh, "Data parallelism alone", "fsdp", "tp", "pp", "Use cp") == []
+
+
 def test_unsupported_number_format_is_reported(capsys):
     report = plan(capsys, "--gpus", "t4:4")
     (text,) = advice_of(report, "number format")
@@ -343,6 +351,7 @@ def step_of(total: int) -> CompiledStep:
         program="",
         attention="cudnn",
         offload=(),
+        remarks=(),
         compile_s=1.0,
         versions={"jaxlib": "0"},
         target="",

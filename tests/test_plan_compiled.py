@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import textwrap
 import time
@@ -302,13 +303,14 @@ COLLECTIVE = {
     "nodes": 1,
     "overlapped": False,
     "between": 0,
+    "products": 0,
     "op_name": "jit(train)/cond/branch_1_fun/pipeline_backward/reduce_scatter",
 }
 
 
-def compiled_step(**facts) -> CompiledStep:
+def compiled_step(log: str = "", **facts) -> CompiledStep:
     text = json.dumps({**FACTS, **facts})
-    outcome = check._interpret(0, text, "", 1.0)
+    outcome = check._interpret(0, text, log, 1.0)
     assert isinstance(outcome, CompiledStep)
     return outcome
 
@@ -316,6 +318,38 @@ def compiled_step(**facts) -> CompiledStep:
 def test_traffic_of_a_branch_is_weighted_by_the_schedule():
     step = compiled_step(collectives=[COLLECTIVE, {**COLLECTIVE, "in_branch": False}])
     assert step.wire_bytes() == {("reduce-scatter", "data+fsdp"): (2 + 4) * 2**29}
+
+
+@pytest.mark.parametrize(
+    ("log", "facts", "kind", "text"),
+    [
+        (
+            "W [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding A "
+            "to B efficiently for HLO operation %gather.12 = f32[8]",
+            {},
+            "rematerialization",
+            "1 arrays .*%gather.12",
+        ),
+        (
+            "W hlo_rematerialization.cc:3005] Can't reduce memory use below 31.2GiB (335 bytes) by",
+            {},
+            "memory",
+            "31.2GiB",
+        ),
+        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100 % .* of 1.0 GiB"),
+        ("", {"collectives": [COLLECTIVE]}, "reduction dtype", r"in bf16 over data\+fsdp"),
+        ("", {"offload": ["wrong order"]}, "offload", "wrong order"),
+        ("", {"attention": "xla"}, "attention", "not cuDNN"),
+    ],
+)
+def test_relevant_facts_are_remarked(log, facts, kind, text):
+    remarks = {remark.kind: remark.text for remark in compiled_step(log, **facts).remarks}
+    assert kind in remarks
+    assert re.search(text, remarks[kind]), remarks[kind]
+
+
+def test_a_clean_step_has_no_remarks():
+    assert compiled_step().remarks == ()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,33 @@ def test_permute_has_its_axis_bytes_and_concurrent_ops(is_sync):
 
 
 @pytest.mark.parametrize(
+    ("concurrent", "products"),
+    [
+        ('%d = f32[64]{0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"', 1),
+        ('%d = f32[64]{0} custom-call(%x), custom_call_target="SliceToDynamic"', 0),
+        ("%d = f32[64]{0} fusion(%x), kind=kCustom, calls=%gemm", 1),
+        ("%d = f32[64]{0} fusion(%x), kind=kLoop, calls=%add", 0),
+        ("%d = f32[64]{0} while(%x), condition=%add, body=%outer", 1),
+        ("%d = f32[64]{0} while(%x), condition=%add, body=%add", 0),
+    ],
+)
+def test_products_concurrent_with_a_permute_are_counted_in_any_form(concurrent, products):
+    """In a library kernel, in a fusion, or in a loop."""
+    start, _, _, done = PERMUTE.replace("PAIRS", PAIRS).replace(", BACKEND", "").split("\n")[1:]
+    multiplying = """%gemm (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8] parameter(0)
+  ROOT %dot.1 = f32[8,8] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%outer (b: f32[8,8]) -> f32[8,8] {
+  %b = f32[8,8] parameter(0)
+  ROOT %f.1 = f32[8,8] fusion(%b), kind=kCustom, calls=%gemm
+}"""
+    (op,) = read(f"{start}\n  {concurrent}\n{done}", multiplying)
+    assert (op.between, op.products) == (1, products)
+
+
+@pytest.mark.parametrize(
     ("kind", "result", "num_bytes", "wire"),
     [
         ("all-gather", "f32[128]{0}", 512, 256),

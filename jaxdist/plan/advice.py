@@ -8,15 +8,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.core import matmul
+from jaxdist.core.axis import Axis
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.data import DATA
 from jaxdist.hardware import Gpu
 from jaxdist.plan.estimate.cost import (
     DAY_S,
     CheckpointCost,
     Limits,
+    RunCost,
+    break_even,
     checkpoint_bytes,
 )
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import smallest_changes
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import (
@@ -49,11 +56,13 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
     return [
         *_fit(plan),
         *_dtype(plan),
+        *_mesh(plan),
         *_size(plan, config, catalog),
         *_batch(plan),
         *_checkpoints(plan),
         *_local_saves(plan),
         *_restart(plan),
+        *_spot(plan, config),
         *_compiler(plan),
     ]
 
@@ -122,6 +131,76 @@ def _step_s(plan: Plan, matmul_dtype: Any) -> float:
     return estimate_time(Job.of(config, job.spec, job.cluster, job.model)).seconds
 
 
+def _mesh(plan: Plan) -> Iterator[Advice]:
+    choice, spec = plan.choice, plan.choice.job.spec
+    if plan.cluster.num_gpus == 1:
+        yield Advice("mesh", "one GPU: nothing to split.")
+        return
+    reasons = [_on_data(plan)]
+    by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
+    reasons += [_on_axis(plan, axis) for axis in by_complexity if axis is not DATA]
+    if choice.job.config.mesh.zero:
+        reasons.append(
+            f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
+            f"{spec[DATA]} replicas."
+        )
+    yield Advice("mesh", " ".join(filter(None, reasons)))
+
+
+def _on_data(plan: Plan) -> str:
+    spec = MeshSpec.over(DATA, plan.cluster.num_gpus)
+    alone = next((c for c in plan.search.choices if c.job.spec == spec), None)
+    if alone is None:
+        return "Data parallelism alone is not legal for this run."
+    size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
+    if not alone.fits:
+        state = in_bytes(alone.memory.state_bytes)
+        return (
+            f"Data parallelism alone does not fit: it needs {size} of {limit}, {state} of that for "
+            "parameters, moments and other state."
+        )
+    if plan.choice.job.spec == alone.job.spec:
+        return f"Data parallelism alone is enough: a replica takes {size} of {limit}."
+    speed = _compared(alone, plan.choice)
+    return f"Data parallelism alone also fits ({size}) and is {speed}."
+
+
+def _on_axis(plan: Plan, axis: Axis) -> str:
+    """Return why the mesh uses an axis, or its effect on speed, as text; "" if unknown."""
+    used = plan.choice.job.spec[axis]
+    others = [c for c in plan.search.choices if (c.job.spec[axis] > 1) != (used > 1)]
+    fitting = [c for c in others if c.fits]
+    short, what = axis.short, f"({axis.help})"
+    if used > 1 and not others:
+        return f"{short}={used} {what}: no mesh without it is legal."
+    if used > 1 and not fitting:
+        least = min(others, key=lambda c: c.memory.total_bytes)
+        size = in_bytes(least.memory.total_bytes)
+        return (
+            f"{short}={used} {what}: nothing fits without it; the least, {least.job.spec}, needs "
+            f"{size}."
+        )
+    if axis is CONTEXT and not others and plan.choice.job.model.context_parallel:
+        return (
+            f"Use {short} {what} when rows have {CONTEXT_FROM:,} tokens or more, or when one row "
+            "does not fit."
+        )
+    if not fitting:
+        return ""
+    other = min(fitting, key=lambda c: c.time.seconds)
+    speed = _compared(other, plan.choice)
+    if used > 1:
+        return f"{short}={used} {what}: the fastest mesh without it ({other.job.spec}) is {speed}."
+    return f"No {short}: the fastest mesh with it ({other.job.spec}) is {speed}."
+
+
+def _compared(other: Candidate, choice: Candidate) -> str:
+    other_s, chosen_s = other.time.seconds, choice.time.seconds
+    if abs(other_s / chosen_s - 1) < 0.02:
+        return "as fast, within the accuracy of the estimate"
+    return relative_speed(other_s, chosen_s)
+
+
 def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
     sizes = right_sizes(config, compared(catalog, plan.cluster.gpu), state_bytes, model)
@@ -160,11 +239,19 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
             f"train.global_batch_size={plan.base.train.global_batch_size} and fits. Use a larger "
             "batch."
         )
-    gain = double.choice.time.tokens_per_s / best.time.tokens_per_s
+    time = double.choice.time
+    gain = time.tokens_per_s / best.time.tokens_per_s
+    verdict = "worth it if time matters" if gain > _WORTH_IT else "not worth it"
+    compute = ("products", "attention", "memory-bound kernels")
+    seconds, rest = max((s, name) for name, s in time.parts.items() if name not in compute)
     return (
-        f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money: "
-        f"{_offer(double)}."
+        f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
+        f"({_offer(double)}): {verdict}. {percent(seconds / time.seconds, 0)} of a step is then "
+        f"{rest}."
     )
+
+
+_WORTH_IT = 1.6  # minimum speedup to recommend twice the GPUs
 
 
 def _batch(plan: Plan) -> Iterator[Advice]:
@@ -174,11 +261,19 @@ def _batch(plan: Plan) -> Iterator[Advice]:
         f"GPUs, so optim.peak_lr={optim.peak_lr:g} remains valid. If you change "
         f"train.global_batch_size, {_lr_scaling(plan)} adapts the rate."
     )
+    if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
+        text += (
+            f" Each of the {job.spec.num_replicas} replicas has one row at a time: more replicas "
+            "need a larger batch or fewer microbatches."
+        )
     if (largest := plan.largest_batch) is not None:
         text += (
             f" The largest batch that fits at once, by the estimate: {largest.job.rows} rows on "
             f"each replica, {largest.command(plan.base)}."
         )
+    warmup = optim.warmup_steps / max(1, plan.base.train.steps)
+    if warmup > 0.2:
+        text += f" Warmup is {percent(warmup, 0)} of the run; a few percent is usual."
     yield Advice("batch and learning rate", text)
 
 
@@ -247,6 +342,27 @@ def _save_flag(plan: Plan, cost: CheckpointCost) -> str:
     return f"--checkpoint.save-interval-steps {max(1, round(interval))}"
 
 
+def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
+    gpu = plan.cluster.gpu
+    if gpu.price_per_hour <= 0:
+        return
+    share = gpu.spot_price_per_hour / gpu.price_per_hour
+    even = break_even(plan.checkpoints, price_share=share)
+    cheaper = plan.spot.money < plan.on_demand.money
+    yield Advice(
+        "spot",
+        f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
+        f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
+        f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
+        f"{_save_flag(plan, plan.spot_checkpoints)}; the two cost the same at {even:.0f} "
+        "interruptions a day.",
+    )
+
+
+def _cost(cost: RunCost) -> str:
+    return f"{money(cost.money, 'USD')} and takes {duration(DAY_S * cost.days)}"
+
+
 def _compiler(plan: Plan) -> Iterator[Advice]:
     for choice, step in plan.rejected:
         yield Advice(
@@ -254,5 +370,11 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
             f"{choice.job.spec} ({choice.command(plan.base)}) was estimated to fit, but compiled "
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
-    for problem in plan.compiled.offload if plan.compiled else ():
-        yield Advice("compiler: offload", problem)
+    for remark in plan.compiled.remarks if plan.compiled else ():
+        text = remark.text
+        if remark.kind == "memory" and plan.fits:
+            text = (
+                "XLA tried to stay below 80 % of the GPU's memory by recomputing and could not. "
+                "The step still fits."
+            )
+        yield Advice(f"compiler: {remark.kind}", text)

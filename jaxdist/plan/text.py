@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import draw
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.hardware.catalog import HOST_BYTES_PER_S
 from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
+from jaxdist.plan.estimate.memory import moment_bytes
+from jaxdist.plan.estimate.remat import WRONG_OFFLOAD
 from jaxdist.plan.estimate.search import Candidate, why_not
 from jaxdist.plan.estimate.time import MEASURED
 from jaxdist.plan.planner import Plan, stages_of
+from jaxdist.runtime.backend import PINNED_LIMIT_GIB, pinned_limit_bytes
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
     count,
@@ -107,6 +113,11 @@ def _memory(plan: Plan) -> Iterable[str]:
         kinds = [f"{in_bytes(pinned)} of pinned memory"] * bool(pinned)
         kinds += [f"{in_bytes(moments)} of moments, twice during a save,"] * bool(moments)
         remark = f"{' and '.join(kinds)} on each node"
+        if pinned > pinned_limit_bytes():
+            allowed = in_bytes(pinned_limit_bytes())
+            remark += f"; {PINNED_LIMIT_GIB} allows a process only {allowed}: unset it"
+        if plan.choice.job.offloaded and jax.__version__ in WRONG_OFFLOAD:
+            remark += f"; jax {jax.__version__} offloads activations in the wrong order: use 0.11.1"
         rows.append(("  in host memory", in_bytes(memory.host_bytes), remark))
     if memory.disk_bytes:
         moved = 2 * memory.disk_bytes / plan.cluster.disk_bytes_per_s
@@ -114,6 +125,16 @@ def _memory(plan: Plan) -> Iterable[str]:
         remark += f"{plan.cluster.disk_bytes_per_s / 1e9:g}; twice the bytes during a save"
         rows.append(("  moments on a node's disk", in_bytes(memory.disk_bytes), remark))
     yield from _aligned(rows)
+    if memory.disk_bytes:
+        time, job = plan.choice.time, plan.choice.job
+        fast = moment_bytes(job) / HOST_BYTES_PER_S
+        tokens = moved / (time.seconds - moved) * time.tokens_per_step
+        yield from wrap(
+            f"the disk takes {percent(moved / time.seconds)} of a step, and half of a step with "
+            f"{tokens:,.0f} tokens. --train.offload-optimizer=host takes {duration(fast)} if the "
+            f"host has {in_bytes(memory.disk_bytes)} for the moments",
+            head="  ",
+        )
     if memory.is_rough:
         yield "  activations are an upper bound, traced from the model before any compiler fuses"
     job = plan.choice.job

@@ -141,8 +141,9 @@ def table(rows: list[Row]) -> list[str]:
         "the planner's estimate. Asynchronous: the share of the bytes of keys, values, heads and",
         "their gradients that is started and awaited apart. Beside work: how many of these",
         "collectives have computing instructions between their start and their end. Beside",
-        "products: how many permutes have them; the committed numbers count only products of",
-        "matrices. Documents of packed rows travel too, 64 KiB a hop, and are left out of these.",
+        "products: how many permutes have a product of matrices, cuDNN's or another, or a loop",
+        "that holds one. Documents of packed rows travel too, 64 KiB a hop, and are left out of",
+        "these.",
         "",
         "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
         "round a ring, two backward for each part of the row: keys travel beside one, gradients",
@@ -160,7 +161,7 @@ def table(rows: list[Row]) -> list[str]:
         total = sum(c.count * c.wire_bytes for c in activations)
         ahead = sum(c.count * c.wire_bytes for c in activations if c.overlapped)
         beside = sum(c.overlapped and c.between > 0 for c in activations)
-        products = sum(c.overlapped and c.between > 0 for c in rings)
+        products = sum(c.overlapped and c.products > 0 for c in rings)
         sent = sum(c.count * c.wire_bytes for c in moved)
         planned = sum(f.wire_bytes for f in flows_of(row.job) if f.axes == ("context",))
         share = percent(ahead / total, 0) if total else "-"

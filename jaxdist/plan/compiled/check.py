@@ -14,20 +14,23 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.hardware import Cluster
 from jaxdist.plan.compiled.collectives import Collective
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 from jaxdist.settings import write_toml
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Command that installs the compiler; it needs no GPU, driver or CUDA installation."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+_SYNCHRONOUS_BYTES = 64 * 2**20
 _DETAIL_LINES = 20
 
 
@@ -65,6 +68,16 @@ class Buffer:
     op_name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A notable fact of the compiled program or of the compiler's log."""
+
+    kind: Literal[
+        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "offload"
+    ]
+    text: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """The compiled train step of one device.
@@ -83,6 +96,7 @@ class CompiledStep:
     branch_shares: dict[str, float]
     program: str
     attention: str
+    remarks: tuple[Remark, ...]
     offload: tuple[str, ...]
     compile_s: float
     versions: dict[str, str]
@@ -229,7 +243,7 @@ def _interpret(
             reason="; ".join(facts["refused"]),
             fix="Change the settings or the mesh.",
         )
-    return _read(facts)
+    return _read(facts, log)
 
 
 def _last_error(log: str, code: int) -> str:
@@ -239,7 +253,7 @@ def _last_error(log: str, code: int) -> str:
     return lines[-1][:300] if lines else f"exit code {code}"
 
 
-def _read(facts: dict[str, Any]) -> CompiledStep:
+def _read(facts: dict[str, Any], log: str) -> CompiledStep:
     kinds: dict[str, Any] = {"buffers": Buffer, "collectives": Collective}
     lists: dict[str, Any] = {
         name: tuple(
@@ -249,4 +263,58 @@ def _read(facts: dict[str, Any]) -> CompiledStep:
         for name, kind in kinds.items()
     }
     memory = CompiledMemory(**facts["memory"])
-    return CompiledStep(**{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"])})
+    step = CompiledStep(
+        **{**facts, **lists, "memory": memory, "offload": tuple(facts["offload"]), "remarks": ()}
+    )
+    return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
+
+
+def _log_remarks(log: str) -> Iterator[Remark]:
+    rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
+    if rematerialized:
+        yield Remark(
+            "rematerialization",
+            f"the partitioner gathers {len(rematerialized)} arrays completely because it found "
+            f"no cheaper resharding ({', '.join(rematerialized[:3])}). This "
+            "affects only models whose tensor parallelism is left to XLA.",
+        )
+    limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
+    if limits:
+        yield Remark(
+            "memory",
+            f"before buffer assignment the compiler aimed at {limits[-1]} and could not reach it "
+            "by recomputing. It compiles anyway, so check the total.",
+        )
+
+
+def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
+    """Yield remarks on offload, exposed large collectives, narrow sums and unfused attention."""
+    yield from (Remark("offload", problem) for problem in step.offload)
+    sends = lambda c: step.runs(c) * c.wire_bytes
+    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
+    if waited := [c for c in large if not c.overlapped]:
+        total, sent = sum(map(sends, waited)), sum(step.wire_bytes().values())
+        worst = max(waited, key=sends)
+        yield Remark(
+            "synchronous",
+            f"{len(waited)} collectives above {in_bytes(_SYNCHRONOUS_BYTES)} overlap with nothing, "
+            f"{percent(total / sent, 0)} of what a step sends ({in_bytes(total)}); the largest is "
+            f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
+        )
+    narrow: dict[str, set[str]] = {}
+    for c in step.collectives:
+        if c.kind in ("all-reduce", "reduce-scatter") and set(row_axes()) & set(c.axes):
+            for dtype in set(c.dtypes) & {"bf16", "f16"}:
+                narrow.setdefault(dtype, set()).add("+".join(c.axes))
+    for dtype, axes in narrow.items():
+        yield Remark(
+            "reduction dtype",
+            f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
+            "(precision.reduce_dtype).",
+        )
+    if step.attention == "xla":
+        yield Remark(
+            "attention",
+            "attention is not cuDNN's fused kernel: its scores pass through memory, block by block "
+            "or in one piece.",
+        )

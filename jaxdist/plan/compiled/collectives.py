@@ -32,6 +32,7 @@ _PER_ELEMENT = (
 )
 _ENDS = {f"{kind}-{end}" for kind in (*KINDS, "async") for end in ("done", "update")}
 _COMPUTES = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call", "sort")
+_LIBRARIES = re.compile(r'custom_call_target="__(cudnn|cublas)')
 _SUSPECT = re.compile(r"all-|reduce-scatter|collective|ragged|^send|^recv|^partition-barrier")
 _TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
 
@@ -50,6 +51,7 @@ class Collective:
         nodes: number of groups of fast links that its widest group of devices spans.
         overlapped: asynchronous: other instructions can run between start and end.
         between: number of compute instructions scheduled between start and end.
+        products: those that are matrix products: cuDNN, cuBLAS, Triton, or a loop of these.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class Collective:
     nodes: int
     overlapped: bool
     between: int
+    products: int
     op_name: str
 
 
@@ -89,6 +92,7 @@ def read_collectives(
     connect groups of `gpus_per_node` devices; 0 = all. Raises `UnknownHLO`.
     """
     module, collectives = parse(text), []
+    is_product = _product_finder(module)
     per_node = gpus_per_node or math.prod(mesh.values())
     for site in _walk(module):
         shapes = [shape for shape in site.result.shapes if shape.num_bytes >= SCALAR_BYTES]
@@ -111,6 +115,7 @@ def read_collectives(
                 nodes=max(len({i // per_node for i in group}) for group in groups),
                 overlapped=site.overlapped,
                 between=len(site.meanwhile),
+                products=sum(map(is_product, site.meanwhile)),
                 op_name=site.inner.op_name or site.started.op_name,
             )
         )
@@ -208,6 +213,23 @@ def _site(
         meanwhile=tuple(i for i in instructions[index + 1 : end] if i.opcode in _COMPUTES),
         overlapped='"is_sync":true' not in started.attributes,
     )
+
+
+def _product_finder(module: Module) -> Callable[[HloInstruction], bool]:
+    """Return a predicate: the instruction multiplies matrices, also in computations it calls."""
+
+    @functools.cache
+    def multiplies(name: str) -> bool:
+        return any(map(is_product, module.computations[name]))
+
+    def is_product(instruction: HloInstruction) -> bool:
+        if instruction.opcode in ("dot", "convolution"):
+            return True
+        if instruction.opcode == "custom-call" and _LIBRARIES.search(instruction.attributes):
+            return True
+        return any(map(multiplies, module.called(instruction)))
+
+    return is_product
 
 
 def end_of(instructions: list[HloInstruction], index: int) -> int:

@@ -152,6 +152,19 @@ def run_cost(
     return RunCost(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
+def break_even(saving: CheckpointCost, *, price_share: float) -> float:
+    """Return the interruptions per day above which GPUs at `price_share` of the price cost more."""
+    affordable = 1 - price_share * (1 - saving.lost)
+    low, high = 0.0, 10_000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        mean = DAY_S / middle
+        interval = max(daly(saving.stall_s, mean), saving.write_s)
+        lost = lost_share(saving.stall_s, interval, mean, saving.restart_s)
+        low, high = (middle, high) if lost < affordable else (low, middle)
+    return low
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
     """A likely time and its bounds."""
