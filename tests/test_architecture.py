@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 65_960,
-    "package code lines": 47_167,
-    "test lines": 47_917,
+    "package lines": 66_371,
+    "package code lines": 47_503,
+    "test lines": 47_963,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

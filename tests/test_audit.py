@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from commands import run
+from jax.sharding import PartitionSpec as P
 from refusals import missing, refused
 from test_block_sums import WIDTH, make_batch, make_model, make_parts
 from test_block_sums import Case as BlockCase
@@ -34,6 +35,7 @@ from jaxdist.plan.audit.states import (
     join,
     split,
 )
+from jaxdist.plan.audit.step import find_manual
 from jaxdist.run import startup
 from jaxdist.run.audit import audit_parts, check_mesh, differences
 from jaxdist.run.program import Program
@@ -93,7 +95,7 @@ def test_join_is_commutative_and_adds_no_claim():
 def test_correct_step_has_no_violation(mesh, options):
     audit = audit_parts(parts_of(mesh, **options))
     assert audit.violations == []
-    assert audit.num_parameters and audit.axes
+    assert audit.num_parameters and audit.transfers
 
 
 def test_one_row_per_device_has_no_false_positive():
@@ -244,12 +246,57 @@ def test_intentionally_device_local_value_passes():
         assert audit.is_clean == is_clean
 
 
+def test_traffic_table_counts_collectives_and_bytes():
+    audit = audit_parts(parts_of("fsdp=4"))
+    moved = {(t.purpose, t.kind): t for t in audit.transfers}
+    gathers = moved["parameter gather", "all-gather"]
+    matrices = 4 * (32 * 3 * 4 * 8 + 4 * 8 * 32 + 3 * 32 * 64)
+    # Two microbatches, forward and backward; the table and the head are gathered once each.
+    assert gathers.num_bytes == 4 * 2 * (2 * matrices + 2 * 64 * 32)
+    scattered = moved["gradient reduction, sharded", "reduce-scatter"]
+    assert scattered.num_bytes == 4 * 2 * (matrices + 2 * 64 * 32)
+    assert not gathers.at_most and gathers.axes == ("fsdp",)
+
+
+@pytest.mark.parametrize("is_printed", [False, True])
+def test_unused_values_are_not_communicated(is_printed):
+    def backward(x, dy):
+        y, pull = jax.vjp(lambda x: collectives.all_gather(2 * x, "tensor"), x)
+        if is_printed:
+            jax.debug.print("{}", y[0])
+        return pull(collectives.vary(dy, "tensor"))[0]
+
+    mesh, split = MeshSpec(tensor=2).build(jax.devices()[:2]), P("tensor")
+    mapped = jax.shard_map(backward, mesh=mesh, in_specs=(split, P()), out_specs=split)
+    traced = jax.make_jaxpr(mapped)(jnp.ones(8), jnp.ones(8)).jaxpr
+    body = find_manual(traced).params["jaxpr"]
+    moved = {t.kind for t in step.transfers_of(body, {"tensor": 2})}
+    assert moved == {"reduce-scatter", *(["all-gather"] if is_printed else [])}
+
+
+@pytest.mark.parametrize("file", ["context_parallel.py", "ring.py"])
+def test_attention_traffic_is_named_in_every_file(file):
+    package = Path(step.__file__).parents[2]
+    frame = SimpleNamespace(
+        file_name=str(package / "core" / "attention" / file), line_num=1, function_name="send"
+    )
+    equation = SimpleNamespace(
+        primitive=SimpleNamespace(name="ppermute"),
+        source_info=SimpleNamespace(traceback=SimpleNamespace(frames=[frame])),
+    )
+    assert step.purpose_of(equation) == "attention over split rows"
+
+
 def test_command_prints_one_json_object_and_exits_with_0():
     done = run("audit", "--mesh=pp=2,tp=2", "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["violations"] == [] and record["mesh"] == "pp=2,tp=2"
-    assert record["num_parameters"] == 9
+    assert {"tensor", "pipeline"} == {axis for t in record["transfers"] for axis in t["axes"]}
+    scatters = [t for t in record["transfers"] if t["kind"] == "reduce-scatter"]
+    # 9 ticks of forwards and 9 of backwards, each through 4 layers with 2 scatters; the embedding
+    # adds one to each forward, the head to each backward.
+    assert sum(t["times"] for t in scatters) == 2 * 9 * (1 + 2 * 4)
 
 
 SMALL = [
@@ -266,7 +313,7 @@ def doubled(x, axes, op="sum"):
 
 
 def test_removed_flag_names_its_replacement():
-    with refused("compiled", "removed", "jaxdist plan"):
+    with refused("compiled", "removed", "audit_sound.py"):
         command.main(["--mesh=fsdp=2", "--compiled"])
 
 
@@ -338,7 +385,7 @@ def test_internal_audit_error_stops_the_run(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("internal")
 
-    monkeypatch.setattr(step, "_narrow_gradients", fail)
+    monkeypatch.setattr("jaxdist.plan.audit.step.transfers_of", fail)
     for check in (check_mesh, audit_parts):
         with pytest.raises(ConfigError) as error:
             check(parts_of("dp=2"))

@@ -91,7 +91,7 @@ def test_dropout_of_a_row_is_the_same_in_a_group(monkeypatch):
 
 def test_the_audit_reads_groups(two_groups):
     audit = audit_parts(parts_of("dp=2,fsdp=2,tp=2"))
-    assert audit.violations == [] and audit.num_parameters and audit.axes
+    assert audit.violations == [] and audit.num_parameters and audit.transfers
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_the_product_depends_on_the_platform(mesh, sequence, platform, product):
 def test_the_audit_reads_products_by_position(monkeypatch):
     monkeypatch.setattr(step_plan, "_choose_dot", lambda *_: ("by_position", ""))
     audit = audit_parts(parts_of("dp=2,fsdp=2,tp=2"))
-    assert audit.violations == [] and audit.num_parameters and audit.axes
+    assert audit.violations == [] and audit.num_parameters and audit.transfers

@@ -1,12 +1,14 @@
-"""Audit of a run's train step: violations with source lines."""
+"""Audit of a run's train step: violations with source lines, and its collectives, as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import linecache
+import logging
+import math
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,12 +18,17 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from jaxdist.core.axis import dim_of, spec_over
+from jaxdist.core.collective_order import COLLECTIVES
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.omitted_sums import JAX, OWN
 from jaxdist.core.types import Model
-from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
+from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached, variables_of
 from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of
 from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import columns, wrap
+
+log = logging.getLogger("jaxdist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,7 @@ class Audit:
 
     axes: dict[str, int]
     violations: list[Violation]
+    transfers: list[Transfer]
     num_parameters: int
     seconds: float
 
@@ -64,14 +72,35 @@ class Audit:
         return not self.violations
 
     def line(self) -> str:
-        """Return one line: the mesh axes, and the number of violations, or else of parameters."""
+        """Return one line: the mesh axes, and the number of violations, or else of collectives."""
         over = ", ".join(self.axes) or "one device"
+        count = sum(transfer.num_sites for transfer in self.transfers)
         if not self.is_clean:
             return f"mesh audit: {len(self.violations)} violations over {over}"
         return (
-            f"mesh audit: {self.num_parameters} parameter arrays followed over {over}"
-            f", no sum missing or taken twice ({self.seconds:.1f} s)"
+            f"mesh audit: {count} collectives over {over}, {self.num_parameters} parameter "
+            f"arrays followed, no sum missing or taken twice ({self.seconds:.1f} s)"
         )
+
+
+def text_of(audit: Audit) -> str:
+    """Return a table of transfers, then the violations, then the result."""
+    lines = columns(_rows(audit.transfers), left=4) if audit.transfers else []
+    if any(transfer.at_most for transfer in audit.transfers):
+        lines += ["", "≤: with branches that a device may skip, and one round of `while` loops."]
+    for violation in audit.violations:
+        lines += ["", *wrap(str(violation), head="  ✗ ")]
+    return "\n".join([*lines, "", audit.line()]).lstrip("\n")
+
+
+def _rows(transfers: Iterable[Transfer]) -> list[tuple[str, ...]]:
+    head = ("purpose", "collective", "over", "dtype", "times a step", "bytes a step")
+    rows: list[tuple[str, ...]] = [head]
+    for one in transfers:
+        most = "≤ " if one.at_most else ""
+        moved = f"{most}{one.times}", most + in_bytes(one.num_bytes)
+        rows.append((one.purpose, one.kind, "+".join(one.axes), one.dtype, *moved))
+    return rows
 
 
 def audit_program(
@@ -91,7 +120,7 @@ def audit_program(
     sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
     manual = find_manual(program)
     if manual is None or not sizes:
-        return Audit(axes={}, violations=[], num_parameters=0, seconds=0.0)
+        return Audit(axes={}, violations=[], transfers=[], num_parameters=0, seconds=0.0)
     names = _Names(manual, model, layout)
     body = manual.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
@@ -112,6 +141,7 @@ def audit_program(
     return Audit(
         axes=sizes,
         violations=violations,
+        transfers=transfers_of(body, sizes),
         num_parameters=names.num_leaves,
         seconds=time.perf_counter() - start,
     )
@@ -233,6 +263,132 @@ def _narrow_gradients(
             text = f"is summed in {narrow[0]}, precision.reduce_dtype is {expected}"
             violations.append(_violation("dtype", axes[0], gradient, line_of(equation), text))
     return violations
+
+
+_KINDS = {
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+}
+
+_PURPOSES = (
+    ("core/parallel/reduction.py", "squared_norm", "gradient norm"),
+    ("core/parallel/reduction.py", "", "gradient reduction"),
+    ("core/parallel/fsdp.py", "", "parameter gather"),
+    ("core/parallel/tensor.py", "add_layers", "sums of blocks"),
+    ("core/attention/", "", "attention over split rows"),
+    ("core/losses.py", "", "loss over the vocabulary"),
+    ("core/step/gradients.py", "_sum_over_devices", "loss, weight, metrics"),
+    ("core/parallel/pipeline/executor.py", "", "pipeline exchange"),
+    ("core/parallel/pipeline/virtual_stages.py", "", "virtual stages' parameters"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Collectives of one kind, purpose, dtype and group of mesh axes.
+
+    Attributes:
+        purpose: the package's reason for them, or the line of the model that calls them.
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+        num_sites: number of equations in the program.
+        times: number of executions in one step on one device.
+        at_most: some are in branches, counted as taken, or in `while` loops, counted as one round.
+        num_bytes: per step, of complete arrays: before a reduce-scatter, after an all-gather.
+    """
+
+    purpose: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    num_sites: int
+    times: int
+    at_most: bool
+    num_bytes: int
+
+
+def transfers_of(body: Any, sizes: dict[str, int]) -> list[Transfer]:
+    """Return the collectives of a program over the axes in `sizes`, largest first."""
+    transfers: dict[Any, Transfer] = {}
+    for equation, times, in_branch in _walk(body, 1, False):
+        axes = tuple(axis for axis in sizes if axis in names_of(equation))
+        name = equation.primitive.name
+        if name not in COLLECTIVES or not axes:
+            continue
+        arrays = equation.outvars if name in GATHERS else equation.invars
+        for variable in arrays:
+            aval = variable.aval
+            one = Transfer(
+                purpose=purpose_of(equation),
+                kind=_KINDS.get(name, "all-gather" if name in GATHERS else "all-reduce"),
+                axes=axes,
+                dtype=str(aval.dtype),
+                num_sites=1,
+                times=times,
+                at_most=in_branch,
+                num_bytes=times * math.prod(aval.shape) * aval.dtype.itemsize,
+            )
+            key = (one.purpose, one.kind, one.axes, one.dtype)
+            transfers[key] = _added(transfers[key], one) if key in transfers else one
+    return sorted(transfers.values(), key=lambda one: -one.num_bytes)
+
+
+def purpose_of(equation: Any) -> str:
+    """Return the purpose of a collective: the package's reason, or the line of the model."""
+    lines = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
+    if not lines:
+        return "unknown"
+    first = lines[0]
+    if first.file.endswith("core/parallel/tensor.py") and first.function.endswith("<lambda>"):
+        return (
+            f"activations, {first.text.split(chr(34))[1]}" if '"' in first.text else "activations"
+        )
+    kind = _KINDS.get(equation.primitive.name, "")
+    if first.file.endswith("core/parallel/fsdp.py") and kind == "reduce-scatter":
+        return "gradient reduction, sharded"
+    for file, function, purpose in _PURPOSES:
+        # An entry without a function applies to the complete file or folder.
+        if f"jaxdist/{file}" in first.file and function in first.function:
+            return purpose
+    line = line_of(equation) or first
+    return f"{line} {line.function}"
+
+
+def _added(left: Transfer, right: Transfer) -> Transfer:
+    return dataclasses.replace(
+        left,
+        num_sites=left.num_sites + 1,
+        times=left.times + right.times,
+        at_most=left.at_most or right.at_most,
+        num_bytes=left.num_bytes + right.num_bytes,
+    )
+
+
+def _walk(program: Any, times: int, in_branch: bool) -> Iterator[tuple[Any, int, bool]]:
+    """Yield the needed nested equations, their number of executions, and whether in a branch."""
+    for equation in _needed(program):
+        yield equation, times, in_branch
+        name = equation.primitive.name
+        inner_times = times * equation.params["length"] if name == "scan" else times
+        uncertain = in_branch or name in ("cond", "while")
+        inner = list(core.jaxprs_in_params(equation.params))
+        if name not in ("scan", "cond", "while"):
+            inner = inner[:1]  # the forward and backward of a custom rule are not executed here
+        for part in inner:
+            yield from _walk(part, inner_times, uncertain)
+
+
+def _needed(program: Any) -> list[Any]:
+    """Return the equations that results or callbacks need; the compiler removes the others."""
+    needed, used = [], variables_of(program.outvars)
+    for equation in reversed(program.eqns):
+        # Axis names are effects too. All other effects are callbacks, which must run.
+        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+        if acts or not used.isdisjoint(equation.outvars):
+            needed.append(equation)
+            used |= variables_of(equation.invars)
+    return needed[::-1]
 
 
 _MACHINERY = tuple(str(pathlib.Path(OWN, name)) for name in ("core", "plan", "run", "tools"))

@@ -4,9 +4,9 @@
     python -m jaxdist.audit --config configs/llama3_8b.toml --mesh fsdp=4,tp=2
 
 Takes the settings of training and needs no GPU: it traces the step on simulated devices and follows
-every value over every mesh axis. It reports each reduction that is missing, done twice or done on
-wrong values, with parameter, line and fix. Custom models are audited too. A run does the same
-before it compiles its step, unless override=audit.
+every value over every mesh axis. It prints the transfers of the step, and reports each reduction
+that is missing, done twice or done on wrong values, with parameter, line and fix. Custom models are
+audited too. A run does the same before it compiles its step, unless override=audit.
 
 Exit code: 0 without a violation (or a difference, with --deep), else 2; also 2 with bad settings.
 """
@@ -25,9 +25,9 @@ from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import read_elsewhere
 from jaxdist.plan.audit import Audit
+from jaxdist.plan.audit.step import text_of
 from jaxdist.run.audit import MeshDifference, audit_parts, differences
 from jaxdist.run.setup import Parts, assemble
-from jaxdist.runtime.formatting.tables import wrap
 from jaxdist.settings import Removed, setting
 
 COMMAND = "jaxdist.audit"
@@ -49,7 +49,7 @@ class AuditConfig(RunConfig):
 
     REMOVED: ClassVar[Mapping[str, Removed]] = {
         **RunConfig.REMOVED,
-        "compiled": Removed(False, "Use jaxdist plan, which compiles the step for GPUs."),
+        "compiled": Removed(False, "Use scripts/bench/audit_sound.py, which compiles steps too."),
     }
 
     @property
@@ -77,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         devices = f"{config.num_devices} simulated devices, step plan {parts.plan.digest}"
         print(f"{parts.model.name} on mesh {parts.spec} ({devices})\n")
-        for violation in audit.violations:
-            print(*wrap(str(violation), head="  ✗ "), "", sep="\n")
-        print(audit.line())
+        print(text_of(audit))
         if config.deep:
             verdict = "deep audit: one step of a small copy equals one device's, but for rounding"
             print("\n" + ("\n".join(f"  ✗ {one}" for one in unequal) or verdict))
@@ -93,6 +91,7 @@ def _record(parts: Parts, audit: Audit, unequal: list[MeshDifference]) -> dict[s
         "mesh": str(parts.spec),
         "step_plan": parts.plan.digest,
         "violations": [dataclasses.asdict(violation) for violation in audit.violations],
+        "transfers": [dataclasses.asdict(transfer) for transfer in audit.transfers],
         "num_parameters": audit.num_parameters,
         "seconds": audit.seconds,
     }
