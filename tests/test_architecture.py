@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_371,
-    "package code lines": 47_503,
-    "test lines": 47_963,
+    "package lines": 66_413,
+    "package code lines": 47_541,
+    "test lines": 47_968,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -28,6 +28,7 @@ from jaxdist.core.weights import gradient_barrier
 from jaxdist.data import DataConfig
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.models import DecoderConfig
+from jaxdist.plan import advice
 from jaxdist.plan.compiled import check
 from jaxdist.plan.compiled.collectives import read_collectives
 from jaxdist.plan.estimate.attention import imbalance
@@ -37,6 +38,7 @@ from jaxdist.plan.estimate.search import Candidate, exchanges, search
 from jaxdist.plan.estimate.software import OURS
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.settings import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -187,6 +189,7 @@ def test_times_count_the_work_of_the_busiest_device():
     job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)
     spent = lambda job: estimate_time(job).parts["attention"]
     by = lambda job, name: job.changed("mesh", context_attention=name)
+    remark_of = lambda job: next(advice._exchange(SimpleNamespace(choice=Candidate.of(job)))).text
     assert imbalance(by(job, "ring")) == 0
     packed = dataclasses.replace(job, config=dataclasses.replace(job.config, data=PACKED))
     uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]
@@ -194,6 +197,8 @@ def test_times_count_the_work_of_the_busiest_device():
     ring, packed_ring = by(job, "ring"), by(packed, "ring")
     # A little less, as the kernel is faster where it sees more keys.
     assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring), rel=0.02)
+    shares = [f"{name} {percent(imbalance(by(packed, name)), 0)}" for name in exchanges(packed)]
+    assert all(share in remark_of(packed_ring) and share not in remark_of(ring) for share in shares)
 
 
 SMALL = RunConfig(

@@ -14,6 +14,7 @@ from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.hardware import Gpu
+from jaxdist.plan.estimate.attention import imbalance
 from jaxdist.plan.estimate.cost import (
     DAY_S,
     CheckpointCost,
@@ -23,7 +24,7 @@ from jaxdist.plan.estimate.cost import (
     checkpoint_bytes,
 )
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, smallest_changes
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges, smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import (
@@ -38,6 +39,7 @@ from jaxdist.plan.planner import (
     survivable_losses,
 )
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
+from jaxdist.settings.schema import join_choices
 
 _WORTH_NARROW = 0.95
 """Suggest a narrow `matmul_dtype` if the step then takes less than this share of its time."""
@@ -57,6 +59,7 @@ def advise(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> list[A
         *_fit(plan),
         *_dtype(plan),
         *_mesh(plan),
+        *_exchange(plan),
         *_size(plan, config, catalog),
         *_batch(plan),
         *_checkpoints(plan),
@@ -199,6 +202,45 @@ def _compared(other: Candidate, choice: Candidate) -> str:
     if abs(other_s / chosen_s - 1) < 0.02:
         return "as fast, within the accuracy of the estimate"
     return relative_speed(other_s, chosen_s)
+
+
+def _exchange(plan: Plan) -> Iterator[Advice]:
+    choice = plan.choice
+    job, used = choice.job, choice.job.plan.exchange
+    if used is None:
+        return
+    sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
+    allowed = exchanges(job)
+    for name in allowed:
+        if name != used.exchange:
+            other = Candidate.of(job.changed("mesh", context_attention=name))
+            size = in_bytes(other.memory.total_bytes)
+            fits = "" if other.fits else f" and does not fit ({size})"
+            sentences.append(f"{name} is {_compared(other, choice)}{fits}.")
+    if imbalance(job) > _UNEVEN:
+        packed = job.config.data.packs_documents
+        rows = "rows of 16 documents of random lengths" if packed else "this window"
+        shares = [
+            f"{name} {percent(imbalance(job.changed('mesh', context_attention=name)), 0)}"
+            for name in allowed
+        ]
+        sentences.append(
+            f"With {rows} the busiest device attends to more keys than the average, which the "
+            f"times include: {', '.join(shares)}."
+        )
+    missing = [name for name in _EXCHANGES if name not in allowed]
+    if missing:
+        sentences.append(f"Heads, nodes or the kernel do not allow {join_choices(missing)}.")
+    yield Advice("context attention", " ".join(sentences))
+
+
+_UNEVEN = 0.05  # do not mention a smaller load imbalance
+_EXCHANGES = {
+    "ring": "keys and values travel from device to device while the local ones are multiplied",
+    "all_gather": "every device gets all keys and values",
+    "all_to_all": "an all-to-all gives each device complete rows of some heads",
+    "hybrid": "an all-to-all between neighbors, and a ring of keys and values between groups",
+}
 
 
 def _size(plan: Plan, config: PlanConfig, catalog: Mapping[str, Gpu]) -> Iterator[Advice]:
