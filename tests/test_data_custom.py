@@ -17,7 +17,7 @@ import jaxdist
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
-from jaxdist.data import DataConfig, Loader, custom, eval_batches, open_datasets, resume_position
+from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
 from jaxdist.data.custom import CustomRows
 from jaxdist.data.stream import shard_of
 from jaxdist.models import example
@@ -311,7 +311,7 @@ def test_only_a_custom_model_accepts_targets_that_are_no_classes():
             check_data_fits(parts, train)
 
 
-def train_regression(**settings):
+def test_a_regression_on_float_targets_equals_numpy():
     optim = {"optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "peak_lr": 0.1}
     settings = {
         "model": {"kind": "custom", "factory": "my_rows:regression"},
@@ -319,13 +319,8 @@ def train_regression(**settings):
         "train": {"seq_len": 8, "global_batch_size": 8},
         "optim": {**optim, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e6},
         "monitoring": {"tracker": []},
-        **settings,
     }
-    return jaxdist.train(settings, mesh="dp=8", run_dir="run", progress=False)
-
-
-def test_a_regression_on_float_targets_equals_numpy():
-    result = train_regression(steps=4)
+    result = jaxdist.train(settings, steps=4, mesh="dp=8", run_dir="run", progress=False)
     import my_rows
 
     rows = my_rows.points(seq_len=8, seed=0)
@@ -337,17 +332,6 @@ def test_a_regression_on_float_targets_equals_numpy():
         w -= 0.1 * 2 * (weights * error) @ x / weights.sum()
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)  # float32
     assert losses[-1] < losses[0] / 2
-
-
-def test_a_run_on_rows_truncated_to_integers_is_not_resumed_on_floats(monkeypatch):
-    with monkeypatch.context() as patch:  # the dtypes of earlier versions
-        floats = ("weights", "images")
-        old = lambda field, dtype: np.dtype(np.float32 if field in floats else np.int32)
-        patch.setattr(custom, "_batch_dtype", old)
-        patch.setattr(custom, "_misfit", lambda value, dtype: "")
-        train_regression(steps=2)
-    with refused("the data changed", "content"):
-        train_regression(steps=4)
 
 
 def starts(loader, count):

@@ -41,17 +41,6 @@ def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.mu
     return pixels, labels
 
 
-def test_real_images_are_equal_in_both_formats():
-    folder = real_data()
-    by_pickle = open_cifar(folder / "cifar-10-batches-py", "half")
-    by_record = open_cifar(folder / "cifar-10-batches-bin", "half")
-    for one, other in zip(by_pickle, by_record, strict=True):
-        np.testing.assert_array_equal(one.pixels, other.pixels)
-        np.testing.assert_array_equal(one.labels, other.labels)
-        assert one.fingerprint == other.fingerprint
-    assert by_pickle[0].num_rows + by_pickle[1].num_rows == 4566
-
-
 def test_real_images_equal_those_read_by_pickle():
     """The reference is Python's own loader, on the trusted files of the test data."""
     folder = real_data() / "cifar-10-batches-py"
