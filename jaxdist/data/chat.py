@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.data.files import read_errors
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import (
     OLD_TEXT_FORMAT,
@@ -33,7 +32,7 @@ from jaxdist.data.tokenizer import (
     encode_pieces,
     token_texts,
 )
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.settings import ConfigError
 
 RecordKind: TypeAlias = Literal[
@@ -382,8 +381,7 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     folder = locate(tokenizer.name).parent
     variables = token_texts(tokenizer.settings)
     path = folder / "chat_template.jinja" if name == "auto" else locate(name)
-    with read_errors(str(path)):
-        content = tokenizer.files.get(path.name) if name == "auto" else path.read()
+    content = tokenizer.files.get(path.name) if name == "auto" else _content(path)
     if content is not None:
         try:
             text = content.decode("utf-8")
@@ -398,6 +396,16 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
+
+
+def _content(path: Location) -> bytes:
+    try:
+        return path.read()
+    except OSError as error:
+        raise ConfigError(
+            f"data.chat_template={str(path)!r} cannot be read ({error.strerror}): it is auto, "
+            "plain, or the path or URL of a Jinja template. Check the path."
+        ) from None
 
 
 def _first(learned: Learned) -> int:
