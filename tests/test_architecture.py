@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_413,
-    "package code lines": 47_541,
-    "test lines": 47_968,
+    "package lines": 66_433,
+    "package code lines": 47_561,
+    "test lines": 47_971,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -161,7 +161,10 @@ CUDA = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "driver": "5
 @pytest.mark.parametrize(
     ("versions", "nvidia", "words"),
     [
+        (GOOD, {**CUDA, "jax-cuda13-plugin": "0.9.0"}, "jax-cuda13-plugin 0.9.0"),
         (GOOD, {**CUDA, "driver": "570.86.10"}, "570.86.10"),
+        (GOOD, {**CUDA, "jax-cuda12-plugin": "0.10.2"}, "CUDA 12 and 13"),
+        ({**GOOD, "jax": "0.11.2"}, {}, "jax 0.11.2 with jaxlib 0.10.2"),
         ({**GOOD, "jax": "0.11.0", "jaxlib": "0.11.0"}, {}, "jax 0.11.0"),
     ],
 )

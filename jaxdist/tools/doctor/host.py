@@ -248,14 +248,34 @@ def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> li
 
 
 def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> Iterator[Finding]:
+    jaxlib, driver = versions.get("jaxlib", ""), nvidia.get("driver", "")
+    for name, version in nvidia.items():
+        if name.startswith("jax-cuda") and version != jaxlib:
+            yield error(
+                CHECK,
+                f"{name} {version} next to jaxlib {jaxlib}: jax will not use the GPUs",
+                "pip install -c constraints.txt -e '.[cuda13]'",
+            )
+    if jaxlib and versions.get("jax") != jaxlib:
+        yield error(
+            CHECK,
+            f"jax {versions.get('jax')} with jaxlib {jaxlib}",
+            "install the same version of both: pip install -c constraints.txt -e .",
+        )
     if versions.get("jax") in _WRONG_VERSIONS:
         yield error(
             CHECK,
             f"jax {versions['jax']} is reported to compute wrong values on some GPUs (jax#40633)",
             "install another version: pip install -c constraints.txt -e .",
         )
-    driver = nvidia.get("driver", "")
-    for major in sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))}):
+    majors = sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))})
+    if len(majors) > 1:
+        yield error(
+            CHECK,
+            f"jax plugins for CUDA {' and '.join(majors)} are installed together",
+            f"pip uninstall jax-cuda{majors[0]}-plugin jax-cuda{majors[0]}-pjrt",
+        )
+    for major in majors:
         oldest = _OLDEST_DRIVER.get(major, 0)
         if driver and int(driver.partition(".")[0]) < oldest:
             yield error(
