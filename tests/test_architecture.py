@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_433,
-    "package code lines": 47_561,
-    "test lines": 47_971,
+    "package lines": 66_421,
+    "package code lines": 47_562,
+    "test lines": 47_944,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

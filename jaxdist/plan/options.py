@@ -174,19 +174,18 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
     except ConfigError as error:
         raise ConfigError(error.problems, heading=COMMAND) from None
     rate = 1e9 * config.disk_gb_per_s
-    return [
-        dataclasses.replace(c, gpu=_priced(c.gpu, config), disk_bytes_per_s=rate) for c in clusters
-    ]
+    priced = []
+    for cluster in clusters:
+        gpu = cluster.gpu
+        price = gpu.price_per_hour if config.price < 0 else config.price
+        # If the user gives only a list price, scale the spot price by the same factor.
+        spot = gpu.spot_price_per_hour * (price / gpu.price_per_hour if gpu.price_per_hour else 1.0)
+        spot = spot if config.spot_price < 0 else config.spot_price
+        gpu = dataclasses.replace(gpu, price_per_hour=price, spot_price_per_hour=spot)
+        priced.append(dataclasses.replace(cluster, gpu=gpu, disk_bytes_per_s=rate))
+    return priced
 
 
 def read_gpus(config: PlanConfig) -> dict[str, Gpu]:
     """Return name -> GPU of the catalog, and of the file of `hardware` if it is set."""
     return read_hardware(config.hardware) if config.hardware else dict(GPUS)
-
-
-def _priced(gpu: Gpu, config: PlanConfig) -> Gpu:
-    price = gpu.price_per_hour if config.price < 0 else config.price
-    # If the user gives only a list price, scale the spot price by the same factor.
-    spot = gpu.spot_price_per_hour * (price / gpu.price_per_hour if gpu.price_per_hour else 1.0)
-    spot = spot if config.spot_price < 0 else config.spot_price
-    return dataclasses.replace(gpu, price_per_hour=price, spot_price_per_hour=spot)

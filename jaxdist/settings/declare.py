@@ -32,18 +32,13 @@ _MAX_CHARS = 2000  # maximum length of one problem
 
 def _headed(heading: str, problems: list[str]) -> list[str]:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return [
-        f"{heading}: {count}; nothing was started.",
-        *(f"  - {_shortened(problem)}" for problem in problems),
-    ]
-
-
-def _shortened(problem: str) -> str:
-    if len(problem) <= _MAX_CHARS:
-        return problem
+    lines = [f"{heading}: {count}; nothing was started."]
     half = _MAX_CHARS // 2
-    middle = f" … ({len(problem) - _MAX_CHARS} characters) … "
-    return problem[:half] + middle + problem[-half:]
+    for text in problems:
+        if len(text) > _MAX_CHARS:
+            text = f"{text[:half]} … ({len(text) - _MAX_CHARS} characters) … {text[-half:]}"
+        lines.append(f"  - {text}")
+    return lines
 
 
 @dataclasses.dataclass(frozen=True)

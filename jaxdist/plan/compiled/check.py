@@ -182,6 +182,16 @@ def _ask(
     command: Sequence[str], request: dict[str, Any], timeout_s: float
 ) -> tuple[int | None, str, str]:
     """Return the compiler process's exit code (None = timeout), its output and its log."""
+    package = str(Path(__file__).resolve().parents[2])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        # The platform "cuda" would load a driver, which a topology description does not need.
+        "JAX_PLATFORMS": "cpu",
+        # A step compiled for absent devices cannot be cached.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -189,7 +199,7 @@ def _ask(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=_environment(),
+        env=environment,
         start_new_session=True,  # so that killing it also ends its children
     )
     try:
@@ -201,20 +211,6 @@ def _ask(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return None, answer, log
-
-
-def _environment() -> dict[str, str]:
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        # The platform "cuda" would load a driver, which a topology description does not need.
-        "JAX_PLATFORMS": "cpu",
-        # A step compiled for absent devices cannot be cached.
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
 
 
 def _interpret(

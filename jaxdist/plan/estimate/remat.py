@@ -86,14 +86,10 @@ class RematChoice:
 def policies_of(job: Job) -> list[str]:
     """Return the remat policies that suit a job: all names they save exist, offload is possible."""
     marks = job.decoder.marks if job.decoder is not None else frozenset()
-    usable = {*marks, LAYER_INPUT} if can_offload(job) else marks
+    can_offload = bool(job.decoder) and job.stages is None and jax.__version__ not in WRONG_OFFLOAD
+    usable = {*marks, LAYER_INPUT} if can_offload else marks
     names = lambda policy: policy.partition(":")[2].split(",")
     return [p for p in POLICIES if ":" not in p or usable.issuperset(names(p))]
-
-
-def can_offload(job: Job) -> bool:
-    """Return whether activations of this job can move to the host, with the installed compiler."""
-    return bool(job.decoder) and job.stages is None and jax.__version__ not in WRONG_OFFLOAD
 
 
 def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:

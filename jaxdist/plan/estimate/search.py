@@ -242,11 +242,16 @@ def _least_memory(job: Job, counts: list[int], limit: float) -> tuple[Job, Memor
 
 def _variants(job: Job) -> Iterator[Job]:
     zeros = _zeros(job.config.mesh.zero, job.spec)
+    # From least to most memory, after one of the user's own.
+    current, remats = job.config.train.remat, policies_of(job)[::-1]
+    cannot_offload = job.spec[PIPELINE] > 1 and offloaded_names(current)
+    if not cannot_offload and current not in (*remats, "auto"):
+        remats = [current, *remats]
     for exchange, zero in itertools.product(_best_exchanges(job), zeros):
         on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
         pipelines = [on_mesh.changed("pipeline", **changes) for changes in _pipelines(job)]
         legal = [one for one in pipelines if not _mesh_problems(one.config, one.spec, one.model)]
-        for remat in _remats(job):
+        for remat in remats:
             for one in legal:
                 yield one.changed("train", remat=remat)
 
@@ -280,13 +285,6 @@ def _zeros(current: int, spec: MeshSpec) -> list[int]:
     if not any(axis.weights == "replicated" for axis in spec.used):
         return [0]
     return sorted({0, 1, current})
-
-
-def _remats(job: Job) -> list[str]:
-    """Return the policies to compare, from least to most memory after one of the user's own."""
-    current, policies = job.config.train.remat, policies_of(job)[::-1]
-    cannot_offload = job.spec[PIPELINE] > 1 and offloaded_names(current)
-    return policies if cannot_offload or current in (*policies, "auto") else [current, *policies]
 
 
 def _pipelines(job: Job) -> list[dict[str, Any]]:

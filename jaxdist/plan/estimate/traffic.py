@@ -45,7 +45,14 @@ class Flow:
 
 def flows_of(job: Job) -> list[Flow]:
     """Return a device's collectives per step, but a teacher's; of stages, those of the busiest."""
-    moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
+    moved = list(_weights(job))
+    for weights, extra in _groups(job, sharded=False):  # vectors
+        vectors = Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
+        moved.append(((*extra, *_summed(job, "replicated", "gathered")), vectors))
+    for share in orthogonalized(job):
+        matrices = Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
+        moved.append((share.axes, matrices))
+    moved += [*_activations(job), *_stages(job)]
     return [
         _flow(job, axes, traffic)
         for axes, traffic in moved
@@ -112,17 +119,6 @@ def _replicas(job: Job) -> Iterator[Moved]:
         yield replicas, Traffic("reduce-scatter", "gradients", local, times)
         yield replicas, Traffic("all-gather", "new parameters", local, 1)
         yield extra, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "moment"), 1)
-
-
-def _vectors(job: Job) -> Iterator[Moved]:
-    for weights, extra in _groups(job, sharded=False):
-        axes = (*extra, *_summed(job, "replicated", "gathered"))
-        yield axes, Traffic("all-reduce", "gradients", WIDE * job.total(weights, "param"), 1)
-
-
-def _matrices(job: Job) -> Iterator[Moved]:
-    for share in orthogonalized(job):
-        yield share.axes, Traffic("all-to-all", "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
