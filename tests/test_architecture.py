@@ -317,8 +317,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_421,
-    "package code lines": 47_562,
+    "package lines": 66_394,
+    "package code lines": 47_545,
     "test lines": 47_944,
     "two-way folder pairs": 0,
     "settings of a run": 161,

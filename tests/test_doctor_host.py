@@ -186,7 +186,7 @@ def test_outside_a_job_slurm_is_not_queried(monkeypatch):
 
 def test_clocks_are_compared_over_a_real_connection(monkeypatch):
     near, far = processes.Listener(), processes.Listener()
-    visit = processes.visit({1: near.address, 2: far.address})
+    visit = processes.visit({i: ("127.0.0.1", one.port) for i, one in ((1, near), (2, far))})
     near.close()
     far.close()
     assert visit["failed"] == {}

@@ -147,9 +147,9 @@ def stand_ins(monkeypatch):
     )
     monkeypatch.setattr(tier, "digest_of", lambda leaves: f"s{own_id()}")
     monkeypatch.setattr(tier.LocalTier, "_start", lambda self, work, *args: work(*args))
-    monkeypatch.setattr(doctor.runtime, "resolve", lambda *_: JoinPlan())
-    listener = types.SimpleNamespace(address=("10.0.0.1", 1), close=lambda: None)
-    monkeypatch.setattr(processes, "Listener", lambda towards: listener)
+    monkeypatch.setattr(doctor.coordination, "own_address", lambda: "10.0.0.1")
+    listener = types.SimpleNamespace(port=1, close=lambda: None)
+    monkeypatch.setattr(processes, "Listener", lambda: listener)
     answered = lambda to: {
         "failed": {},
         "offset_s": dict.fromkeys(to, 0.0),

@@ -29,8 +29,7 @@ from jaxdist.tools.convert.checkpoint_paths import (
     checkpoint_of,
     new_local_directory,
 )
-from jaxdist.tools.convert.model_card import model_card
-from jaxdist.tools.convert.to_hf import write_tokenizer
+from jaxdist.tools.convert.to_hf import model_card, write_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

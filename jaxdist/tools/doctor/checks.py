@@ -162,9 +162,8 @@ def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[
 
 
 def _network(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
-    plan = runtime.resolve(os.environ, config.runtime)
-    listener = processes.Listener(plan.coordinator_address.rpartition(":")[0])
-    addresses = _collect("addresses", listener.address, config)
+    listener = processes.Listener()
+    addresses = _collect("addresses", (coordination.own_address(), listener.port), config)
     own_peers = lambda process: processes.peers(process, len(addresses))
     to_visit = lambda: [{i: addresses[i] for i in own_peers(p)} for p in range(len(addresses))]
     to_me = coordination.scatter("doctor/peers", to_visit)

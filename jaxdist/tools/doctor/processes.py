@@ -47,15 +47,11 @@ def peers(process: int, num_processes: int) -> list[int]:
 
 
 class Listener:
-    """Answers each connection with this process's clock, until closed.
+    """Answers each connection to `port` with this process's clock, until closed."""
 
-    `address` is (address, port): of this host on the route `towards` a host that all processes
-    reach (the coordinator; "" = only this host).
-    """
-
-    def __init__(self, towards: str = ""):
+    def __init__(self) -> None:
         self._socket = socket.create_server(("", 0), backlog=1024)
-        self.address = (own_address(towards), self._socket.getsockname()[1])
+        self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="jaxdist-doctor", daemon=True).start()
 
     def _serve(self) -> None:
@@ -70,18 +66,6 @@ class Listener:
     def close(self) -> None:
         """Stop answering connections."""
         self._socket.close()
-
-
-def own_address(towards: str) -> str:
-    """Return this host's address on the route to `towards` (none: its name); 127.0.0.1 for ""."""
-    if not towards:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
 
 
 def visit(addresses: Mapping[int, tuple[str, int]]) -> dict[str, Any]:
