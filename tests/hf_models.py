@@ -1,9 +1,10 @@
-"""Write Hugging Face model directories without transformers, and a tokenizer for them."""
+"""Write Hugging Face model directories, with and without transformers, and a tokenizer for them."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
@@ -70,3 +71,33 @@ def rewrite_tensors(path: Path, change) -> None:
     change(values)
     tensors = {name: safetensors.Tensor(x.shape, x.dtype, [x]) for name, x in values.items()}
     safetensors.write(path / "model.safetensors", tensors, {})
+
+
+def reference_of(config: DecoderConfig, family: str = "", scale: float = 10.0):
+    """Return a model of transformers with random weights, from the `config.json` of `config`."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    written = write_config(config, "float32")
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    settings = {**written, **ends, "model_type": family or written["model_type"]}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+        for key, weight in model.named_parameters():
+            if key.endswith("sinks") or "gate_up_proj" in key:
+                weight.mul_(scale)  # by default so large that sinks and limits matter
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.5 * torch.randn_like(buffer) - 0.5)
+    return model.eval()
+
+
+def reference_logits(model, tokens) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()).logits.numpy()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import records, run_here, tiny
 from decoders import VARIANTS, logits_of, random_tokens
+from hf_models import reference_of
 from jax.sharding import PartitionSpec as P
 from refusals import refused
 from test_estimate_traffic import moved
@@ -422,11 +423,9 @@ def test_generation_of_sharded_experts_equals_one_device(name):
 
 def test_greedy_text_with_sinks_and_windows_equals_transformers(tmp_path):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
-    pytest.importorskip("transformers", reason="needs the reference extra")
     from test_convert_hf import tree_of
-    from test_model_families import reference_of
 
-    reference = reference_of("gpt_oss", VARIANTS["gpt_oss"])
+    reference = reference_of(VARIANTS["gpt_oss"])
     reference.save_pretrained(tmp_path)
     model, spec = build(VARIANTS["gpt_oss"], seq_len=16), MeshSpec.parse("fsdp=2,ep=2,tp=2")
     layout = Layout(mesh=spec.build(jax.devices()), rules=model.rules)

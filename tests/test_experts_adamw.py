@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from decoders import VARIANTS, random_tokens
+from hf_models import reference_of
 
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.sharding import Layout
@@ -28,10 +29,9 @@ SEQ, ROWS, RATE, STEPS = 16, 8, 1e-2, 5
 def test_five_steps_of_adamw_equal_pytorch(name, tmp_path):
     """The bias of dots.llm1 is constant here: PyTorch has no rule for it."""
     from test_convert_hf import tree_of
-    from test_model_families import reference_of
 
     config = VARIANTS[name]
-    reference = reference_of(name, config, scale=1.0)
+    reference = reference_of(config, scale=1.0)
     reference.save_pretrained(tmp_path / "first")
     router = {**config.router, "balance_loss": 0.0, "bias_rate": 0.0}
     model = build(dataclasses.replace(config, router=router), seq_len=SEQ)

@@ -18,12 +18,10 @@ from jaxdist.models import DecoderConfig, build, layers
 from jaxdist.models.huggingface import directory, loading, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.models.huggingface.families import (
-    family_of,
     read_config,
     write_config,
 )
 from jaxdist.models.huggingface.loading import load_params
-from jaxdist.models.huggingface.tensors import pieces
 from jaxdist.models.weights import num_params
 from jaxdist.settings import ConfigError
 
@@ -109,30 +107,6 @@ def test_block_of_a_tensor_equals_the_slice_of_its_values(tmp_path, shape, dtype
         got = stored.read(index)
         assert got.shape == values[index].shape and got.tobytes() == values[index].tobytes()
         assert not isinstance(got.base, np.memmap)  # separate memory, not the file's pages
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_block_of_a_joined_tensor_is_read_from_its_sources(name):
-    """The reference joins everything; transformers' logits verify that (test_convert_hf)."""
-    config = FAMILIES[name]
-    rng = np.random.default_rng(0)
-    for piece in pieces(config, family_of(config)):
-        if piece.layer not in (None, 1):
-            continue
-        tensors = {s.name: rng.standard_normal(s.shape) for s in piece.sources}
-        joined_array = piece.join(list(tensors.values()))
-        assert joined_array.shape == piece.shape
-        for _ in range(10):
-            index = random_block(rng, piece.shape)
-            reads = []
-
-            def fetch(source, index_of_block, reads=reads, tensors=tensors):
-                reads.append(tensors[source.name].reshape(source.view)[index_of_block])
-                return reads[-1]
-
-            got = piece.read(index, fetch, np.dtype(np.float64))
-            np.testing.assert_array_equal(got, joined_array[index])
-            assert sum(x.size for x in reads) <= got.size  # less if there is padding
 
 
 def target_of(config, mesh: str):
