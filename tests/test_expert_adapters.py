@@ -17,7 +17,6 @@ from adapter_runs import (
     train,
     train_with_peft,
 )
-from commands import run_here
 from decoders import VARIANTS
 from hf_models import rewrite_tensors, write_model
 from refusals import refused
@@ -248,32 +247,3 @@ def test_quantized_experts_equal_peft_on_dequantized_weights(wide, alone_quantiz
     rewrite_tensors(folder, lambda values: values.update(in_hugging_face(config, before)))
     expected, end = train_with_peft(config, folder, before)
     check_equal_to_peft(config, losses, after, expected, end)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
-def test_from_training_to_peft_and_merged_weights_of_a_mixed_stack(tmp_path):
-    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
-    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
-    peft = pytest.importorskip("peft", reason="needs the reference extra (peft)")
-    base, run, adapter, merged, hf = (tmp_path / n for n in ("base", "run", "peft", "merged", "hf"))
-    write_model(base, dataclasses.replace(MODELS["mixed"], vocab_size=320), scale=0.1)
-    flags = ["--lora.rank=4", "--lora.base-format=float32", "--data.tokenizer=bytes"]
-    flags += [f"--lora.{name}={','.join(values)}" for name, values in EVERY.items()]
-    flags += ["--train.seq-len=32", "--train.global-batch-size=8", "--eval.final-max-batches=1"]
-    flags += ["--optim.peak-lr=0.05", "--train.steps=4", "--mesh=fsdp=2,ep=2,tp=2"]
-    assert run_here("train", "--init-from", base, "--run-dir", run, *flags) == 0
-    convert = functools.partial(run_here, "tools.convert.__main__")
-    assert convert("to-peft", run, adapter) == convert("merge", run, merged) == 0
-    assert convert("to-hf", merged, hf) == convert("from-peft", adapter, tmp_path / "again") == 0
-    for source, export in ((run, adapter), (run, merged), (merged, hf)):
-        assert run_here("verify.__main__", source, "--export", export) == 0
-    tokens = torch.from_numpy(next(batches())["tokens"]).long()
-    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    with torch.no_grad():
-        before, expected = (load(path).eval()(tokens).logits.numpy() for path in (base, hf))
-        adapted = peft.PeftModel.from_pretrained(load(base), adapter).eval()
-        logits = adapted(tokens).logits.numpy()
-    assert np.abs(expected - before).max() > 0.05
-    np.testing.assert_allclose(logits, expected, atol=5e-6 * np.abs(expected).max())

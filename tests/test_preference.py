@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -184,41 +183,6 @@ def test_twenty_steps_equal_trl_in_pytorch(base, tmp_path, kind):
     collate = lambda batch: trainer.data_collator(examples_of(batch, kind))
     loss_of = lambda batch: trainer.compute_loss(wrapped, collate(batch))
     expected = train_in_torch(config, wrapped, loss_of, batches(kind))
-    np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
-
-
-# TRL and transformers warn of what torch deprecates.
-@pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("kind", ["orpo", pytest.param("simpo", marks=pytest.mark.product)])
-def test_twenty_steps_equal_experimental_trainers_of_trl(base, kind):
-    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
-    pytest.importorskip("trl", reason="needs the reference extra (trl)")
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.orpo import ORPOTrainer
-
-    config = config_of(base, kind)
-    history, _, before, _ = train(config)
-    model = peft_model(config, base, before)
-    # The settings that TRL's losses read of their trainer.
-    trainer = SimpleNamespace(
-        beta=0.5, simpo_gamma=0.5, alpha=0.0, label_smoothing=0.0, loss_type="simpo",
-        accelerator=SimpleNamespace(device="cpu"),
-    )  # fmt: skip
-
-    def loss_of(batch):
-        tokens, labels = (torch.from_numpy(batch[name]).long() for name in ("tokens", "targets"))
-        labels[torch.from_numpy(batch["weights"]) == 0] = -100
-        # TRL's labels are tokens, and it shifts them.
-        labels = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
-        logits = model(tokens).logits
-        logits = torch.cat([logits, torch.zeros_like(logits[:, :1])], 1)
-        means = CPOTrainer.get_batch_logps(logits, labels, average_log_prob=True)
-        pair = means[::2], means[1::2]
-        if kind == "simpo":
-            return CPOTrainer.cpo_loss(trainer, *pair)[0].mean()
-        return (-pair[0] - ORPOTrainer.odds_ratio_loss(trainer, *pair)[0]).mean()
-
-    expected = train_in_torch(config, model, loss_of, batches(kind))
     np.testing.assert_allclose(losses_of(history), expected, rtol=2e-5)
 
 
