@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
-from jaxdist.models.expert_settings import Router
 from jaxdist.models.huggingface.config_keys import (
     DEFAULTS,
     DROPOUT,
@@ -55,16 +55,6 @@ _MISSING = {
     "qwen3_next": _DELTA,
 }
 """Well-known `model_type`s that are not supported -> what they need."""
-
-_GEMMA_SETTINGS = (
-    "scale_embeddings",
-    "full_attention_every",
-    "local_rope_theta",
-    "query_pre_attn_scalar",
-    "attention_softcap",
-    "logit_softcap",
-)
-"""Our settings of Gemma, one also of gpt-oss; false or 0 if unset."""
 
 _QK_NORMS: Mapping[str, Any] = {
     "dots1": "head",
@@ -127,9 +117,16 @@ def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
 
 
 def family_of(config: DecoderConfig) -> str:
-    """Return the `model_type` that can represent the model; raises `ConfigError` if none can."""
-    if family := _sparse_family_of(config) if config.num_experts else _dense_family_of(config):
-        return family
+    """Return the first `model_type` with which the written settings read back as the same model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for family in _ARCHITECTURES:
+        if (family in _NUM_EXPERTS) == bool(config.num_experts):
+            with contextlib.suppress(ConfigError):
+                if _saved(read_config(_keys(config, family))) == _saved(config):
+                    return family
     raise ConfigError(
         "these model settings match none of the Hugging Face families "
         f"{', '.join(_ARCHITECTURES)}, so they cannot be exported. "
@@ -137,80 +134,25 @@ def family_of(config: DecoderConfig) -> str:
     )
 
 
-def _parts(config: DecoderConfig) -> tuple[str, ...]:
-    return config.positions, config.norm, config.activation, config.norm_placement
-
-
-_LLAMA = ("rotary", "rms", "swiglu", "pre")
-"""`_parts` of Llama and its relatives."""
-
-
-def _dense_family_of(config: DecoderConfig) -> str:
-    """Return the family of a model without experts; "" if there is none."""
-    biases, qk_norm, window = set(config.bias), config.qk_norm, config.sliding_window
-    parts = (*_parts(config), qk_norm, bool(window))
-    usual_width = config.head_width * config.num_heads == config.d_model
-    if config.attention_sinks:
-        return ""
-    if _parts(config) == ("rotary", "zero_centered_rms", "geglu", "both"):
-        local, capped = bool(config.local_rope_theta), bool(config.attention_softcap)
-        if biases or not (config.scale_embeddings and config.full_attention_every and window):
-            return ""
-        if (qk_norm, local) == ("none", False):
-            return "gemma2"
-        return "gemma3_text" if (qk_norm, local, capped) == ("head", True, False) else ""
-    if any(getattr(config, name) for name in _GEMMA_SETTINGS):
-        return ""
-    if parts == (*_LLAMA, "none", False):
-        if biases == {"qkv"}:
-            return "qwen2"
-        # Llama has biases on all four projections of attention or on none.
-        return "llama" if biases & {"qkv", "out"} in (set(), {"qkv", "out"}) else ""
-    if parts == ("learned", "layer", "gelu", "pre", "none", False):
-        is_square = config.kv_heads == config.num_heads and usual_width
-        return "gpt2" if is_square and biases == {"qkv", "out", "mlp"} else ""
-    if biases:
-        return ""
-    if parts == ("rotary", "rms", "swiglu", "post", "all", False):
-        return "olmo2" if usual_width else ""
-    if parts == (*_LLAMA, "head", False):
-        return "qwen3"
-    return "mistral" if parts == (*_LLAMA, "none", True) else ""
-
-
-def _sparse_family_of(config: DecoderConfig) -> str:
-    """Return the family of a model with experts; "" if there is none."""
-    biases, qk_norm, window = set(config.bias), config.qk_norm, config.sliding_window
-    dense, width, router = config.dense_layers, config.shared_expert_dim, config.routing
+def _saved(config: DecoderConfig) -> dict[str, Any]:
+    """Return what a `config.json` holds: no settings of training, and each in one spelling."""
+    if not config.num_experts:
+        config = dataclasses.replace(config.dense, mlp_dim=config.mlp_dim)
     training = ("bias_rate", "balance_loss", "balance_scope", "z_loss", "capacity_factor")
-    router = dataclasses.replace(router, **{name: getattr(Router(), name) for name in training})
-    gemma = [name for name in _GEMMA_SETTINGS if getattr(config, name)]
-    if config.attention_sinks:
-        fits = _parts(config) == ("rotary", "rms", "clamped_swiglu", "pre") and qk_norm == "none"
-        fits = fits and gemma == ["full_attention_every"] and bool(window)
-        fits = fits and {"mlp", "router"} <= biases and ("qkv" in biases) == ("out" in biases)
-        fits = fits and router == Router() and not (width or dense)
-        return "gpt_oss" if fits else ""
-    if gemma or _parts(config) != _LLAMA:
-        return ""
-    dots = Router(scores="sigmoid", bias=True, **{n: getattr(router, n) for n in _DOTS_ROUTER})
-    if router == dots:
-        fits = width > 0 and width % config.mlp_dim == 0 and not (biases or window)
-        fits = fits and (qk_norm, config.shared_expert_gate) == ("head", False)
-        return "dots1" if fits and set(dense) == set(range(len(dense))) else ""
-    if router != Router(norm_topk=router.norm_topk):
-        return ""
-    if width:
-        fits = biases == {"qkv"} and config.shared_expert_gate and not window
-        return "qwen2_moe" if fits and qk_norm == "none" else ""
-    if biases:
-        return ""
-    if qk_norm == "none":
-        return "mixtral" if router.norm_topk and not dense else ""
-    if qk_norm == "head":
-        return "" if window else "qwen3_moe"
-    usual_width = config.head_width * config.num_heads == config.d_model
-    return "olmoe" if usual_width and not (window or dense) else ""
+    values = dataclasses.asdict(config) | {
+        "num_kv_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_width,
+        "rope_theta": config.positions == "rotary" and config.rope_theta,
+        "bias": set(config.bias),
+        "dense_layers": set(config.dense_layers),
+        "router": {n: v for n, v in vars(config.routing).items() if n not in training},
+        "windows": config.windows,
+    }
+    unsaved = ("dropout", "attention_dropout", "init_std", "attention", "num_labels")
+    for name in (*unsaved, "sliding_window", "full_attention_every"):
+        del values[name]
+    return values
 
 
 _DOTS_ROUTER = {
@@ -225,7 +167,6 @@ _DOTS_ROUTER = {
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return a Hugging Face `config.json` for a model whose weights are stored in `dtype`."""
     family = family_of(config)
-    sizes = GPT2_SIZES if family == "gpt2" else LLAMA_SIZES
     name, labels = _ARCHITECTURES[family], dict[str, Any]()
     if config.num_labels:
         if family in ("dots1", "olmoe"):
@@ -238,13 +179,18 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         ids = range(config.num_labels)
         labels["id2label"] = {str(i): f"LABEL_{i}" for i in ids}
         labels["label2id"] = {f"LABEL_{i}": i for i in ids}
+    return {"architectures": [name], **labels, "torch_dtype": dtype, **_keys(config, family)}
+
+
+def _keys(config: DecoderConfig, family: str) -> dict[str, Any]:
+    """Return the keys that a `config.json` of the family has for the model."""
     hf: dict[str, Any] = {
-        "architectures": [name],
-        **labels,
         "model_type": family,
-        "torch_dtype": dtype,
         "tie_word_embeddings": config.tie_embeddings,
-        **{name: getattr(config, ours) for name, ours in sizes.items()},
+        **{
+            name: getattr(config, ours)
+            for name, ours in (GPT2_SIZES if family == "gpt2" else LLAMA_SIZES).items()
+        },
     }
     if family == "gpt2":
         return hf | {
@@ -266,9 +212,9 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         hf["head_dim"] = config.head_width
     if family == "llama":
         hf["mlp_bias"] = "mlp" in config.bias
-    if config.rope_scaling:
-        numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
-        hf["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
+    if config.rope_scaling or family == "gpt_oss":  # whose default is a scaling
+        scaling = {"type": "default", **config.rope_scaling}
+        hf["rope_scaling"] = {"rope_type": scaling.pop("type"), **scaling}
     if family in ("mistral", "mixtral", "gpt_oss"):
         hf["sliding_window"] = config.sliding_window or None
     if family == "gpt_oss":
