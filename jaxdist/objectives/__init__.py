@@ -10,8 +10,7 @@ import functools
 from jaxdist.core.losses import Regularizers
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.types import Objective
-from jaxdist.objectives.classification import TextClassification, classification
-from jaxdist.objectives.cross_entropy import cross_entropy
+from jaxdist.objectives.cross_entropy import TextClassification, classification, cross_entropy
 from jaxdist.settings import ConfigError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Objective
 from jaxdist.objectives.distillation import NUM_TOKENS, Distillation
-from jaxdist.objectives.preference import COMPARED, PAIRED, Preference
-from jaxdist.objectives.reward import Reward
+from jaxdist.objectives.preference import COMPARED, PAIRED, Preference, Reward
 from jaxdist.settings import setting
 
 

@@ -1,4 +1,4 @@
-"""Preference tuning: DPO, IPO, KTO, ORPO and SimPO.
+"""Preference tuning: DPO, IPO, KTO, ORPO, SimPO, and reward models.
 
 Log-probabilities are sums over a row's completion; IPO, ORPO and SimPO divide them by its tokens,
 as TRL 1.16 does. Sources:
@@ -8,6 +8,8 @@ as TRL 1.16 does. Sources:
     kto    Ethayarajh et al. 2024, "KTO", equations 7 and 8, as a mean over all examples
     orpo   Hong et al. 2024, "ORPO", equations 6 and 7
     simpo  Meng et al. 2024, "SimPO", equation 6
+    reward Ouyang et al. 2022, "Training language models to follow instructions ...", equation 1;
+           as TRL's RewardTrainer without margin and centering
 
 Deviations: KTO's baseline is a mean over the global batch, so that it is the same on every mesh,
 and compares each prompt with the completion of the previous record of the data. ORPO's likelihood
@@ -22,10 +24,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from jaxdist.core.collective_order import after
 from jaxdist.core.step.row_logps import row_logps
 from jaxdist.core.types import MISMATCHED, REFERENCE, Array, Batch, Context, Sums, TokenHead
+from jaxdist.objectives.cross_entropy import real_rows
 
 COMPARED = ("dpo", "ipo", "kto")
 """Kinds that compare the model with a reference."""
@@ -152,4 +156,28 @@ class Preference:
             "signed_reward": total(sign * rewards),
             "kl": total(baseline),
             "logps": total(logps),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """Objective of a reward model; each pair is two adjacent rows, the chosen one first."""
+
+    unit: ClassVar[str] = "examples"
+    rows_per_example: ClassVar[int] = 2
+
+    def __call__(self, output: Float[Array, "batch 1"], batch: Batch, context: Context) -> Sums:
+        """Return the loss and the metrics, summed over the pairs of this device's rows."""
+        chosen, rejected = output[::2, 0], output[1::2, 0]
+        margin = chosen - rejected
+        # Padding of the last evaluation batch has no tokens.
+        is_real = real_rows(batch, context)[::2]
+        total = lambda x: jnp.sum(x * is_real)
+        return {
+            "loss": total(-jax.nn.log_sigmoid(margin)),
+            "weight": total(1.0),
+            "correct": total((margin > 0).astype(jnp.float32)),
+            "reward_chosen": total(chosen),
+            "reward_rejected": total(rejected),
+            "reward_margin": total(margin),
         }

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from jaxdist.config.teacher import teacher_of, teacher_problems
-from jaxdist.core.outcome_logps import top_tokens
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import make_context
 from jaxdist.core.step.row_logps import make_token_values
+from jaxdist.core.token_logps import top_tokens
 from jaxdist.core.types import TEACHER_LOGPS, TEACHER_TOKENS, Array, Batch, Context, Params
 from jaxdist.data.packing import Fields
 from jaxdist.objectives.config import ObjectiveConfig

@@ -19,7 +19,7 @@ from jaxdist.core.losses import label_cross_entropy
 from jaxdist.core.step.row_logps import make_row_values
 from jaxdist.core.types import Array, Batch, Context, TokenHead
 from jaxdist.data import Dataset
-from jaxdist.objectives.classification import real_rows
+from jaxdist.objectives.cross_entropy import real_rows
 from jaxdist.run.command_settings import DeviceSettings
 from jaxdist.run.data_checks import in_examples, open_run_data
 from jaxdist.run.metrics_log import encode
