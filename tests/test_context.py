@@ -220,22 +220,6 @@ def test_tile_by_tile_is_dense(mask, heads, is_packed, tile, monkeypatch):
     assert apart(actual, dense(mask, heads, is_packed)) <= CLOSE
 
 
-def test_block_by_block_is_exact_in_float64():
-    query, key, value, _, segments = rows(*HEADS["grouped"])
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in (query, key, value)]
-        span = blockwise.Span(jnp.arange(LENGTH, dtype=jnp.int32)[None], jnp.asarray(segments))
-        actual = blockwise.forward(*map(jnp.asarray, wide), span, span, blockwise.Rule(True, 0, 16))
-    query, key, value = wide
-    scores = np.einsum("bqhd,bkhd->bhqk", query, np.repeat(key, 2, 2)) / np.sqrt(WIDTH)
-    allowed = np.tri(LENGTH, dtype=bool) & (segments[:, :, None] == segments[:, None])
-    weights = np.where(allowed[:, None], np.exp(scores), 0)
-    total = weights.sum(-1)
-    out = np.einsum("bhqk,bkhd->bqhd", weights / total[..., None], np.repeat(value, 2, 2))
-    np.testing.assert_allclose(actual.out, out, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(np.moveaxis(actual.lse, 1, 2), np.log(total), rtol=1e-12)
-
-
 def test_layers_of_long_rows_never_allocate_a_score_matrix():
     """In a loop over layers with equal masks, jax would hoist a full mask out of the loop."""
     length = 4096

@@ -4,7 +4,6 @@ kernels.
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -72,28 +71,6 @@ def test_decoding_with_a_cache_equals_the_full_forward(name):
 def test_decoding_bounds_learned_positions():
     assert build(FAMILIES["gpt2"], seq_len=16).decoding.max_len == SIZES["max_seq_len"]
     assert build(FAMILIES["llama2"], seq_len=16).decoding.max_len > 10**6
-
-
-def test_llama3_frequencies_match_its_published_code():
-    """Compare with Meta's `apply_scaling` for many frequencies in each of its three ranges."""
-    factor, low, high, old_len = 8.0, 1.0, 4.0, 8192
-    frequencies = 500000.0 ** -(np.arange(256) / 256)
-    expected, ranges = [], []
-    for frequency in frequencies:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < old_len / high:
-            ranges.append("kept")
-            expected.append(frequency)
-        elif wavelength > old_len / low:
-            ranges.append("stretched")
-            expected.append(frequency / factor)
-        else:
-            ranges.append("ramp")
-            smooth = (old_len / wavelength - low) / (high - low)
-            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
-    assert min(ranges.count(name) for name in ("kept", "stretched", "ramp")) > 20
-    actual = layers.llama3_stretch(factor, low, high, old_len)(jnp.array(frequencies, jnp.float32))
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # float32
 
 
 @pytest.mark.parametrize("sum_bytes", [1 << 20, 4 * 8 * 4, 4 * 2 * 4])
@@ -270,26 +247,6 @@ def test_plan_has_the_kernel_and_its_reason():
     assert plan(gpu, True).digest != plan(gpu, True, checks=(slow,)).digest
 
 
-@pytest.mark.parametrize("window", [0, 1, 3])
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_equals_its_definition(window, packed):
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
-    segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
-    mask = AttentionMask(sliding_window=window, segments=jnp.asarray(segments) if packed else None)
-    mixed = make_attend(AttentionPlan("cpu"))(query, key, value, mask)
-    for row, head, at in np.ndindex(2, 4, 8):
-        seen = [
-            k
-            for k in range(at + 1)
-            if segments[row, k] == segments[row, at] and (not window or at - k < window)
-        ]
-        scores = key[row, seen, head // 2] @ query[row, at, head] / 2  # √head_dim
-        probs = np.exp(scores) / np.exp(scores).sum()
-        expected = probs @ value[row, seen, head // 2]
-        np.testing.assert_allclose(mixed[row, at, head], expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_capped_scores_and_a_window_in_every_other_layer(layer, monkeypatch):
     """Compare dense attention with the definition, and blockwise (values, gradients) with dense."""
@@ -323,19 +280,6 @@ def test_settings_for_different_layers_are_refused_if_layers_are_equal():
         raise ConfigError(DecoderConfig(**SIZES, local_rope_theta=100.0).problems())
 
 
-def test_queries_at_explicit_positions_match_the_complete_row():
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.float32(rng.normal(size=(2, 8, n, 4))) for n in (4, 2, 2))
-    attend = make_attend(AttentionPlan("cpu"))
-    complete = attend(query, key, value, AttentionMask(sliding_window=3))
-    at = np.array([[5, 2], [0, 7]])
-    mask = AttentionMask(sliding_window=3, query_positions=jnp.asarray(at))
-    selected = attend(np.take_along_axis(query, at[..., None, None], 1), key, value, mask)
-    np.testing.assert_allclose(
-        selected, np.take_along_axis(complete, at[..., None, None], 1), atol=1e-6
-    )
-
-
 @pytest.mark.parametrize(
     ("dims", "w", "expected"),
     [
@@ -359,69 +303,20 @@ def test_dot_contracts_the_dims_that_its_result_lacks(dims, w, expected):
 DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=0.3)
 
 
-def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
-    num_microbatches = layout.pop("num_microbatches", 1)
-    model = dataclasses.replace(build(config, seq_len=16), **layout.pop("change", {}))
-    spec = MeshSpec.parse(mesh)
-    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
-    train = TrainConfig(num_microbatches=num_microbatches)
-    plan = tiny.plan_of(model, layout, train)
-    context = make_context(model, layout, plan)
-    function = jax.jit(make_value_and_grad(model, layout, plan, context))
-    params = jax.device_put(random_params(model), layout.shardings(layout.param_specs(model.axes)))
-    batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
-    sums, grads, _ = function(params, batch, jax.random.key(key), jnp.float32(1.0))
-    return jax.device_get(sums), jax.device_get(grads)
-
-
-def training_batch(rows=8):
-    tokens = random_tokens(rows, 17, seed=5)
-    weights = np.ones((rows, 16), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-
-
-@pytest.fixture(scope="module")
-def dropped_on_one_device():
-    return loss_and_gradients(DROPPING, "1", batch=training_batch())
-
-
-@pytest.mark.parametrize(
-    "mesh, layout",
-    [
-        ("1", {"num_microbatches": 2}),
-        ("dp=2,tp=4", {"sequence_parallel": True}),
-        pytest.param("tp=4", {}, marks=pytest.mark.product),
-    ],
-    ids=["microbatches2", "dp2_tp4_sequence", "tp4"],
-)
-def test_dropout_uses_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
-    """`test_step.test_dropout_is_the_same_on_every_mesh` covers all axes at once."""
-    sums, grads = loss_and_gradients(DROPPING, mesh, batch=training_batch(), **layout)
-    expected, expected_grads = dropped_on_one_device
-    # float32 sums in another order; another key would change the loss by more than 1e-4.
-    np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
-    largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
-    for ours, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-        np.testing.assert_allclose(ours, other, atol=1e-5 * largest, rtol=0)
-
-
 def test_every_layer_has_its_own_dropout_key():
     def draws(_params, x, _aux, context):
         draw = jax.random.uniform(context.dropout_key)
         return x, {"draw": draw, "square": draw * draw}
 
-    sums, _ = loss_and_gradients(DROPPING, "1", batch=training_batch(), change={"block": draws})
+    case = tiny.Case("learned", "1")
+    model = dataclasses.replace(tiny.model_of("learned"), block=draws)
+    layout = tiny.layout_of(case)
+    plan = tiny.plan_of(model, layout, tiny.train_config(case))
+    function = make_value_and_grad(model, layout, plan, make_context(model, layout, plan))
+    params, batch = tiny.initial_state("learned").params, tiny.text_batch()
+    sums, _, _ = jax.jit(function)(params, batch, jax.random.key(0), jnp.float32(1.0))
     # The squared mean equals the mean of squares if all draws are equal; otherwise it is smaller.
-    assert DROPPING.num_layers * sums["square"] > 1.01 * sums["draw"] ** 2
-
-
-def test_padding_of_the_vocabulary_gets_no_gradient(dropped_on_one_device):
-    """With tied embeddings neither the lookup nor the softmax may use the padding rows."""
-    _, grads = dropped_on_one_device
-    table = grads["embed"]["table"]
-    assert table.shape[0] == DROPPING.padded_vocab > DROPPING.vocab_size
-    assert np.all(table[DROPPING.vocab_size :] == 0)
-    assert np.all(np.abs(table[: DROPPING.vocab_size]).max(-1) > 0)
+    assert model.num_layers * sums["square"] > 1.01 * sums["draw"] ** 2
 
 
 def test_nothing_is_dropped_without_a_key():

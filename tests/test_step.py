@@ -30,6 +30,7 @@ from tiny import (
 
 from jaxdist.config import RunConfig
 from jaxdist.core import step_plan
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -174,12 +175,20 @@ def test_clipping_equals_its_closed_form(share):
 
 
 @pytest.mark.smoke
-def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("learned", "dp=2"),
+        pytest.param(Case("learned", "cp=2", exchange="ring"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_float16_scales_its_loss_and_finds_the_scale(case, monkeypatch):
     monkeypatch.setattr("jaxdist.core.precision.INITIAL_LOSS_SCALE", 2.0**22)
     monkeypatch.setattr("jaxdist.core.precision.GROWTH_STEPS", 4)
     precision = PrecisionConfig(compute_dtype="float16")
-    step, state = step_of(Case("learned", "dp=2"), precision=precision)
-    batch = put_batch(step, text_batch())
+    step, state = step_of(case, precision=precision)
+    batch = place_batch(text_batch(), step.batch_sharding)
     scales, finite, losses, norms = [float(state.loss_scale["scale"])], [], [], []
     for _ in range(16):
         before = jax.device_get(state.params["embed"]["table"])
@@ -207,7 +216,15 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
 
 
 @pytest.mark.usefixtures("users_promotion")
-@pytest.mark.parametrize("case", [Case("rotary", "fsdp=2"), Case("learned", "tp=2")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rotary", "fsdp=2"),
+        Case("learned", "tp=2"),
+        pytest.param(Case("rotary", "cp=2", exchange="ring"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bfloat16_stays_near_float32(case):
     """8 bits of mantissa: 4e-3 a rounding, averaged over many tokens and products."""
     trace, expected = (
