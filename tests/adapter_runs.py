@@ -12,8 +12,9 @@ from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
+from jaxdist.core.weights import frozen
 from jaxdist.data import DataConfig
-from jaxdist.models.adapters import LoraConfig
+from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.models.huggingface.directory import read_model
 from jaxdist.optim import OptimConfig
@@ -40,12 +41,12 @@ MESHES = {
 
 
 def adapter_run(
-    path, *, rows, seq_len, mesh="dp=1", microbatches=0, virtual=1, lora=(), **sections
+    path, *, rows, seq_len, mesh="dp=1", microbatches=0, virtual=1, lora=(), model=None, **sections
 ) -> RunConfig:
-    """Return a float32 run of `STEPS` plain Adam steps from the model at `path`."""
+    """Return a float32 run of `STEPS` plain Adam steps from the model at `path`, or of `model`."""
     config = RunConfig(
         init_from=str(path),
-        model=read_model(path),
+        model=model or read_model(path),
         lora=LoraConfig(**{"rank": 4, "alpha": 8.0, "base_format": "float32", **dict(lora)}),
         mesh=MeshConfig(shape=mesh),
         train=TrainConfig(
@@ -170,6 +171,30 @@ def train_in_torch(config, model, loss_of, batches):
     return losses
 
 
+def check_mesh(config, expected):
+    """Train, compare losses with those of one device and the base with itself; `train`'s result."""
+    losses, parts, before, after = train(config)
+    assert abs(expected[-1] - expected[0]) > 1e-3
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    start, end = (frozen(tree, parts.model.axes) for tree in (before, after))
+    jax.tree.map(np.testing.assert_array_equal, start, end)  # every bit of the base stayed
+    return losses, parts, before, after
+
+
+def check_merged(config):
+    """Compare the losses of adapters and of the merged weights; return the adapted parameters."""
+    _, parts, before, _ = train(config, steps=0)
+    complete = assemble(dataclasses.replace(config, lora=LoraConfig()), jax.devices()[:1])
+    batch = next(batches())
+    losses = [
+        float(one.step.evaluate(params, place_batch(batch, one.step.batch_sharding))["loss"])
+        for one, params in ((parts, before), (complete, jax.jit(merge)(before)))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    return before
+
+
 def train_with_peft(config, folder, before):
     """Train adapters with PEFT next to the model at `folder`: losses, and their tensors after."""
     wrapped = peft_model(config, folder, before)
@@ -185,7 +210,11 @@ def train_with_peft(config, folder, before):
     return losses, {n: x.numpy() for n, x in peft.get_peft_model_state_dict(wrapped).items()}
 
 
-def check_equal_to_peft(config, losses, after, expected, end) -> None:
+def check_equal_to_peft(config, trained, folder) -> None:
+    """Compare a result of `train` with PEFT on the weights in `folder`."""
+    losses, _, before, after = trained
+    expected, end = train_with_peft(config, folder, before)
+    assert losses[0] != losses[-1]
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     ours = peft_tensors(config, after)
     assert ours.keys() == end.keys()

@@ -20,7 +20,7 @@ from jaxdist.config import stored_run
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import family_of, read_config, write_config
+from jaxdist.models.huggingface.families import family_of, read_config
 from jaxdist.models.huggingface.tensors import pieces
 from jaxdist.models.weights import num_params
 from jaxdist.run.setup import assemble
@@ -51,14 +51,11 @@ def converted(source_model, tmp_path_factory):
     return out
 
 
-def test_the_converted_config_equals_the_model(source_model, converted):
-    assert stored_run(converted / "config.toml").model == FAMILIES[source_model[0]]
-
-
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", pytest.param("fsdp=8", marks=pytest.mark.product)])
 def test_logits_equal_transformers_after_loading_onto_a_mesh(source_model, converted, mesh):
     name, _, tokens, expected = source_model
     settings = stored_run(converted / "config.toml")
+    assert settings.model == FAMILIES[name]
     settings = dataclasses.replace(
         settings, mesh=dataclasses.replace(settings.mesh, shape=mesh), precision=settings.precision
     )
@@ -140,13 +137,6 @@ def test_phi3_is_read_from_fused_tensors_and_written_as_llama_or_mistral(tmp_pat
     assert loaded.config.model_type == ("mistral" if window else "llama")
     again = reference_logits(loaded.eval(), tokens)
     np.testing.assert_allclose(again, expected, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
-def test_configs_survive_a_round_trip(name):
-    config = {**FAMILIES, **VARIANTS}[name]
-    assert read_config(write_config(config, "float32")) == config
-    assert write_config(config, "float32")["model_type"] == family_of(config)
 
 
 def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
@@ -235,12 +225,6 @@ def test_ignored_dropout_is_reported(tmp_path, capsys):
     assert missing(text, "resid_pdrop=0.1", "ignored", "model.dropout") == []
     # A table of 33 tokens is filled up to 64.
     assert f"19,200 parameters, {in_bytes(4 * (19_200 + 31 * 32))}:" in text
-
-
-def test_a_model_of_unknown_family_is_refused():
-    config = DecoderConfig(norm="layer")
-    with refused("llama, mistral"):
-        family_of(config)
 
 
 MEASURED = """

@@ -8,18 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_runs import MESHES, RATE, ROWS, SEQ, STEPS, VOCAB, batches, named, train, train_on
+from adapter_runs import (
+    MESHES,
+    ROWS,
+    SEQ,
+    VOCAB,
+    adapter_run,
+    batches,
+    check_mesh,
+    named,
+    train,
+    train_on,
+)
 from commands import run_here, tiny
 from dot_model import FFN, LAYER, LAYERS, WIDTH
 from refusals import refused
 
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import RunConfig
-from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import MeshConfig
-from jaxdist.core.step import TrainConfig
-from jaxdist.core.weights import frozen
-from jaxdist.data import DataConfig
 from jaxdist.models import CustomConfig
 from jaxdist.models.adapters import LoraConfig, merge, num_trained
 from jaxdist.models.configs import CnnConfig
@@ -33,23 +39,11 @@ TARGETS = ["*/query", "*/out:2", "*/up", "*/down"]
 
 
 def config_of(mesh="dp=1", *, args=None, microbatches=0, virtual=1, **lora) -> RunConfig:
-    lora = {"rank": 4, "targets": TARGETS, "ranks": ["*/up=3"], **lora}
-    config = RunConfig(
+    return adapter_run(
+        "", rows=ROWS, seq_len=SEQ, mesh=mesh, microbatches=microbatches, virtual=virtual,
         model=CustomConfig(factory=FACTORY, args={"vocab": VOCAB, **(args or {})}),
-        lora=LoraConfig(**{"base_format": "float32", **lora}),
-        mesh=MeshConfig(shape=mesh),
-        train=TrainConfig(
-            steps=STEPS, global_batch_size=ROWS, seq_len=SEQ, num_microbatches=microbatches
-        ),
-        optim=OptimConfig(
-            peak_lr=RATE, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e-4,
-            max_grad_norm=0.0,
-        ),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        data=DataConfig(tokenizer="bytes"),
+        lora={"alpha": 16.0, "targets": TARGETS, "ranks": ["*/up=3"], **lora},
     )  # fmt: skip
-    pipeline = dataclasses.replace(config.pipeline, num_virtual_stages=virtual)
-    return dataclasses.replace(config, pipeline=pipeline)
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +67,7 @@ def alone():
 )
 def test_a_mesh_trains_the_same_adapters_as_one_device(alone, mesh, variant, stacked):
     config = config_of(mesh, variant=variant, args={"stacked": stacked}, **MESHES[mesh])
-    losses, parts, before, after = train(config)
-    expected = alone(variant, stacked)
-    assert abs(expected[-1] - expected[0]) > 1e-3
-    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-6)
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
-    start, end = (frozen(tree, parts.model.axes) for tree in (before, after))
-    jax.tree.map(np.testing.assert_array_equal, start, end)
+    _, _, before, after = check_mesh(config, alone(variant, stacked))
     leaves = jax.tree.leaves(jax.tree.map(np.array_equal, before, after))
     assert len(leaves) - sum(leaves) == num_arrays(variant)  # every array of adapters changed
 

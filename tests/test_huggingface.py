@@ -14,7 +14,7 @@ from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
-from jaxdist.models import DecoderConfig, build, layers
+from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface import directory, loading, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.models.huggingface.families import (
@@ -22,7 +22,6 @@ from jaxdist.models.huggingface.families import (
     write_config,
 )
 from jaxdist.models.huggingface.loading import load_params
-from jaxdist.models.weights import num_params
 from jaxdist.settings import ConfigError
 
 SEQ = 16
@@ -225,13 +224,6 @@ def test_index_selects_files_and_stray_files_are_ignored(tmp_path, caplog):
         safetensors.open_all(tmp_path)
 
 
-def test_consolidated_copy_next_to_a_model_is_not_read(tmp_path):
-    write_model(tmp_path, FAMILIES["llama2"])
-    before = open_weights(tmp_path).tensors
-    write_tensor(tmp_path / "consolidated.safetensors", "tok_embeddings.weight", 9.0)
-    assert open_weights(tmp_path).tensors == before
-
-
 WORKER = """
 import hashlib, json, os, sys
 settings = json.loads(sys.argv[1])
@@ -328,8 +320,6 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
     ("settings", "changes", "key"),
     {
         "unscaled attention": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false"),
-        "scaled by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
-        "exact gelu": (GPT2, {"activation_function": "gelu"}, 'activation_function="gelu"'),
         "no key of anyone": (LLAMA, {"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
         "quantised": (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
         "code of its own": (LLAMA, {"auto_map": {"AutoModel": "x"}}, "auto_map"),
@@ -344,7 +334,6 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "another cap of Gemma": (
             {**GEMMA, "model_type": "gemma3_text"}, {"attn_logit_softcapping": 50.0},
             "attn_logit_softcapping=50.0"),
-        "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         "rope of layers as a number": (
             LLAMA, {"rope_parameters": {"full_attention": 3}}, "full_attention=3 is not an object"),
         "rope of windows as a number": (
@@ -372,8 +361,6 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
         "a window in every third": (
             write_config(VARIANTS["gpt_oss"], "float32"),
             {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
-        "another limit": (
-            write_config(VARIANTS["gpt_oss"], "float32"), {"swiglu_limit": 5.0}, "swiglu_limit=5"),
         "another format": (
             write_config(VARIANTS["gpt_oss"], "float32"),
             {"quantization_config": {"quant_method": "fp8"}}, 'quant_method="fp8"'),
@@ -401,65 +388,6 @@ def test_all_wrong_keys_are_reported_at_once():
     assert len(refused.value.problems) == 3
 
 
-PHI3 = {
-    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False, "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    },
-    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu",
-    "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
-    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
-    "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True,
-    "vocab_size": 32064,
-}  # fmt: skip
-"""Keys of the published Phi-3-mini-4k-instruct."""
-
-
-def test_published_phi3_config_is_read():
-    config = read_config(PHI3)
-    assert (config.d_model, config.sliding_window, config.head_width) == (3072, 2047, 96)
-
-
-GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
-    "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
-    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
-    "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
-    "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
-        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
-    },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
-    "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
-    "use_cache": True, "vocab_size": 201088,
-}  # fmt: skip
-"""Keys of the published gpt-oss-20b."""
-
-
-def test_published_gpt_oss_config_is_read():
-    config = read_config(GPT_OSS)
-    assert config.attention_sinks and config.windows == [128, 0] * 12
-    model = build(config, seq_len=4096)
-    assert num_params(model) / 1e9 == pytest.approx(20.91, abs=0.005)  # as its model card counts
-    less = {n: x for n, x in GPT_OSS.items() if n not in ("rope_scaling", "layer_types")}
-    assert layers.rope_stretch(config.rope_scaling, 64, 1.5e5)[1] == pytest.approx(1.3465736)
-    assert read_config(less) == config
-
-
 @pytest.mark.parametrize("name", ["olmo2", "gpt2"])
 def test_explicit_head_dim_keeps_the_family(name):
     """A value of 0 means d_model / num_heads."""
@@ -471,11 +399,6 @@ def test_explicit_head_dim_keeps_the_family(name):
         write_config(other, "float32")
 
 
-def test_keys_without_effect_are_ignored():
-    more = {
-        "torch_dtype": "bfloat16", "use_cache": False, "bos_token_id": 1, "max_window_layers": 3,
-        "temperature": 0.7, "pretraining_tp": 2, "rope_parameters": None, "head_dim": 8,
-        "some_new_key": None, "layer_types": ["full_attention"] * 2, "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-    }  # fmt: skip
-    assert read_config({**LLAMA, **more}) == read_config(LLAMA) == FAMILIES["llama3.1"]
+def test_gpt_oss_with_plain_positions_is_written_without_its_default_scaling():
+    plain = dataclasses.replace(VARIANTS["gpt_oss"], rope_scaling={})
+    assert read_config(write_config(plain, "float32")) == plain

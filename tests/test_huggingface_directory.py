@@ -215,10 +215,21 @@ PUBLISHED = {
     "llama": {
         "is_llama_config": True, "rope_interleaved": False, "max_sequence_length": 2048,
         "transformers.js_config": {"dtype": "q4"}, "unsloth_version": "2025.9.1",
-        "unsloth_fixed": True,
+        "unsloth_fixed": True, "temperature": 0.7, "pretraining_tp": 2, "some_new_key": None,
+        "rope_parameters": None, "layer_types": ["full_attention"] * 2,
+    },
+    "gpt_oss": {
+        "experts_per_token": 4, "initial_context_length": 4096, "output_router_logits": False,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4",
+        },
     },
     "gpt2": {"_num_labels": 1, "output_past": True, "eos_token_ids": 0, "model_max_length": 512},
-    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+    "phi3": {
+        "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
+        "original_max_position_embeddings": 4096,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    },
 }  # fmt: skip
 """Keys of published models of a family that change nothing."""
 

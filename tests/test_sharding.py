@@ -1,8 +1,6 @@
 """Shardings of every strategy, the sharded initial state, and errors of meshes that do not fit."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -10,13 +8,11 @@ from refusals import missing, refused
 from tiny import Case, layout_of, model_of
 
 from jaxdist.core.axis import Workload, axes_of, dim_of
-from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import default_mesh, legal_meshes, mesh_problems
 from jaxdist.core.parallel import axes
-from jaxdist.core.parallel.expert import EXPERT
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.state import (
-    abstract_state,
     init_state,
     make_state,
     opt_shardings,
@@ -121,21 +117,6 @@ def test_axes_and_dims_of_a_spec():
     assert [dim_of(spec, axis) for axis in ("data", "tensor", "pipeline")] == [1, 2, None]
 
 
-def test_tensor_axis_can_be_left_to_the_compiler():
-    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-    rest = ("pipeline", "data", "fsdp", "expert", "context")
-    assert layout("tp=2", auto_tensor=True).manual_axes == rest
-
-
-def test_constrain_shards_arrays():
-    here = layout("fsdp=4")
-    tree = {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}
-    specs = {"w": P("fsdp"), "b": P()}
-    out = jax.jit(lambda tree: here.constrain(tree, specs))(tree)
-    assert out["w"].sharding.is_equivalent_to(here.sharding(P("fsdp")), 2)
-    assert {s.data.shape for s in out["w"].addressable_shards} == {(1, 8)}
-
-
 @pytest.mark.parametrize(
     ("text", "options", "facts"),
     [
@@ -195,13 +176,6 @@ def test_model_rule_without_a_mesh_axis_is_rejected():
     assert missing(problem, "'tensors'", *MeshSpec().sizes) == []
 
 
-def test_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
-    dims = DecoderConfig().dims
-    workload = Workload(dims=dims, global_batch_size=16, context_len=128)
-    for spec in [*factorisations(8, without=[EXPERT]), MeshSpec(pipeline=4, data=4, tensor=4)]:
-        assert mesh_problems(spec, workload) == []
-
-
 def test_suggested_meshes_are_legal_and_similar():
     workload = Workload(dims={"heads": 4, "layers": 6})
     problems_of = lambda spec: mesh_problems(spec, workload)
@@ -235,14 +209,6 @@ def test_mesh_section_is_checked_without_devices():
 
 def test_rules_name_only_mesh_axes():
     assert set(axes.rules().values()) <= set(MeshSpec().sizes)
-
-
-def test_batch_is_split_in_row_order():
-    here = layout("dp=2,fsdp=2")
-    rows = jax.device_put(np.arange(8), here.sharding(here.batch_spec()))
-    assert [shard.data.tolist() for shard in rows.addressable_shards] == [
-        [0, 1], [2, 3], [4, 5], [6, 7],
-    ]  # fmt: skip
 
 
 ADAM = optax.scale_by_adam()
@@ -280,20 +246,6 @@ def test_shards_are_on_their_devices():
     assert {shard.data.shape for shard in moment.addressable_shards} == {(2, 32, 8)}
     assert state.opt_state.count.sharding.is_fully_replicated
     assert int(state.step) == 0
-
-
-def test_abstract_state_matches_the_real_one():
-    case = Case("learned", "fsdp=2,tp=2")
-    model, layout = model_of(case.model), layout_of(case)
-    scale = {"scale": jax.numpy.float32(8), "finite_steps": jax.numpy.int32(0)}
-    real = init_state(model, ADAM, layout, seed=0, loss_scale=scale)
-    described = abstract_state(model, ADAM, layout, loss_scale=scale)
-
-    def compare(a, b):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-
-    jax.tree.map(compare, described, real)
 
 
 def test_moments_can_be_left_out_of_the_state():
