@@ -2,8 +2,7 @@
 
     python tests/pipeline_parity.py NUM_DEVICES CASE [CASE ...]
 
-A case is `mesh;key=value;...` or `cross:PP`: every schedule with every way to use replicas and
-tensor, on that many stages. Prints one JSON object per case.
+A case is `mesh;key=value;...`. Prints one JSON object per case.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import os
 import sys
@@ -20,8 +18,6 @@ from typing import Any
 import numpy as np
 
 SEQ_LEN = 16
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Numbers do not depend on how hard LLVM optimises; compiling takes a third."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +184,7 @@ def gradients(case: Case) -> tuple[Any, Any, Any]:
     from jaxdist.core.parallel.pipeline.virtual_stages import to_model_order
 
     function, arguments = lowered(case)
-    compiled = function.lower(*arguments).compile(compiler_options=FAST_COMPILE)
-    sums, grads, norm = compiled(*arguments)
+    sums, grads, norm = function(*arguments)
     layers = make_parts(case)[2].layers
     return jax.device_get((sums, to_model_order(grads, layers), norm))
 
@@ -204,8 +199,7 @@ def evaluation(case: Case) -> Any:
     evaluate = jax.jit(make_evaluate(model, layout, plan, context))
     params = placed_params(case, model, layout, plan)
     batch = place_batch(host_batch(case.rows), layout.sharding(layout.batch_spec()))
-    compiled = evaluate.lower(params, batch).compile(compiler_options=FAST_COMPILE)
-    return jax.device_get(compiled(params, batch))
+    return jax.device_get(evaluate(params, batch))
 
 
 @functools.cache
@@ -276,11 +270,6 @@ def combined(i: int, j: int, num_stages: int) -> Case:
     )
 
 
-def cross(num_stages: int) -> list[Case]:
-    pairs = itertools.product(range(len(SCHEDULES)), range(len(STRATEGIES)))
-    return [combined(i, j, num_stages) for i, j in pairs]
-
-
 def cover() -> list[Case]:
     """Cover each strategy once and each schedule twice, on two or four stages.
 
@@ -291,10 +280,7 @@ def cover() -> list[Case]:
     ]
 
 
-def parse(text: str) -> list[Case]:
-    kind, _, rest = text.partition(":")
-    if kind == "cross":
-        return cross(int(rest))
+def parse(text: str) -> Case:
     mesh, *items = text.split(";")
     types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
     options = dict(item.split("=", 1) for item in items)
@@ -302,7 +288,7 @@ def parse(text: str) -> list[Case]:
         key: value == "True" if types[key] is bool else types[key](value)
         for key, value in options.items()
     }
-    return [Case(mesh=mesh, **values)]
+    return Case(mesh=mesh, **values)
 
 
 def main(argv: list[str]) -> None:
@@ -312,7 +298,7 @@ def main(argv: list[str]) -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", int(argv[0]))
-    for case in (case for text in argv[1:] for case in parse(text)):
+    for case in map(parse, argv[1:]):
         print(json.dumps({"case": str(case), **dataclasses.asdict(compare(case))}), flush=True)
 
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipeline_parity import FAST_COMPILE
 from tiny import plan_of
 
 from jaxdist.core.mesh import MeshSpec
@@ -161,7 +160,7 @@ def test_sums_and_gradients_match_a_plain_loop(case, reference):
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     placed = to_execution_order(placed, plan.layers)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
-    sums, grads, _ = run(function, placed, batch, jax.random.key(0), jnp.float32(SCALE))
+    sums, grads, _ = jax.jit(function)(placed, batch, jax.random.key(0), jnp.float32(SCALE))
     check_sums(sums, expected)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     jax.tree.map(
@@ -181,7 +180,7 @@ def test_evaluation_adds_up_the_sums_of_blocks(case, reference):
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     placed = to_execution_order(placed, plan.layers)
-    check_sums(run(make_evaluate(model, layout, plan, context), placed, batch), expected)
+    check_sums(jax.jit(make_evaluate(model, layout, plan, context))(placed, batch), expected)
 
 
 def test_constant_sum_is_counted_once_by_devices_that_share_a_layer(reference):
@@ -190,12 +189,7 @@ def test_constant_sum_is_counted_once_by_devices_that_share_a_layer(reference):
     model = dataclasses.replace(model, block=lambda _, x, *__: (x, {"layers": jnp.float32(1)}))
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    assert run(make_evaluate(model, layout, plan, context), placed, batch)["layers"] == LAYERS
-
-
-def run(function, *arguments):
-    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=FAST_COMPILE)
-    return compiled(*arguments)
+    assert jax.jit(make_evaluate(model, layout, plan, context))(placed, batch)["layers"] == LAYERS
 
 
 def check_sums(sums, expected):

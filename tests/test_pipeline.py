@@ -10,7 +10,7 @@ import numpy as np
 import pipeline_parity
 import pytest
 from commands import Fork
-from pipeline_parity import FAST_COMPILE, Case, compare, lowered
+from pipeline_parity import Case, compare, lowered
 
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
@@ -270,7 +270,7 @@ def test_no_product_is_computed_twice(v):
 
 def compiled(case: Case):
     function, arguments = lowered(case)
-    return function.lower(*arguments).compile(compiler_options=FAST_COMPILE)
+    return function.lower(*arguments).compile()
 
 
 def test_the_compiler_adds_no_exchange_between_stages():
