@@ -14,7 +14,7 @@ from refusals import refused
 from roofline import model_times
 from test_estimate_traffic import job_of, moved
 from test_traffic import traffic
-from tiny import Case, layout_of, step_of, text_batch
+from tiny import Case, layout_of, model_of, plan_of, step_of, text_batch
 
 from jaxdist.config import RunConfig, read_run, stored_run
 from jaxdist.core.attention.context_parallel import plan_exchange
@@ -22,7 +22,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.sharding import Layout, MeshConfig
-from jaxdist.core.step import TrainConfig
+from jaxdist.core.step import TrainConfig, describe_exchange
 from jaxdist.core.step_plan import _per_node, exchange_of
 from jaxdist.core.weights import gradient_barrier
 from jaxdist.data import DataConfig
@@ -341,6 +341,32 @@ def test_zigzag_balances_work_across_devices():
     assert np.array_equal(position_ids, np.arange(24))
 
 
+def unbalanced_rows(exchange: str, heads: int) -> str:
+    """Describe the exchange of 8 devices whose rows have five documents."""
+    spec = MeshSpec.parse("cp=8")
+    layout = Layout(mesh=spec.build(jax.devices()), context_attention=exchange)
+    dims = {"heads": heads, "kv_heads": heads}
+    model = dataclasses.replace(model_of("rotary"), dims=dims)
+    plan = plan_of(model, layout, packed=True)
+    position_ids = np.concatenate([np.arange(length) for length in (5, 11, 3, 21, 24)])[None]
+    (line,) = describe_exchange(model, layout, plan, 64, position_ids=position_ids)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("exchange", "heads", "named"),
+    [
+        ("ring", 8, ["all_to_all (0.0 %)", "hybrid (11.7 %)"]),
+        ("auto", 12, []),  # uses the hybrid; no other has less
+        ("ring", 12, ["hybrid (11.7 %)"]),
+    ],
+)
+def test_imbalance_message_names_exchanges_with_less(exchange, heads, named):
+    line = unbalanced_rows(exchange, heads)
+    assert ("--mesh.context-attention" in line) == bool(named)
+    assert all(name in line for name in named)
+
+
 def test_gradient_barrier_joins_gradients_and_keeps_their_values():
     """Their values do not change."""
 
@@ -355,3 +381,7 @@ def test_gradient_barrier_joins_gradients_and_keeps_their_values():
     plain = jax.grad(partial(loss, barrier=lambda tree: tree), (0, 1))(*inputs)
     for ours, expected in zip(jax.grad(loss, (0, 1))(*inputs), plain, strict=True):
         assert np.array_equal(ours, expected)
+
+
+def test_balanced_work_gets_no_suggestion():
+    assert "--mesh.context-attention" not in unbalanced_rows("all_to_all", 8)

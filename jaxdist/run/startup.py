@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.events import MismatchError
 from jaxdist.config import RunConfig, parse_run
 from jaxdist.core import matmul
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import TrainConfig, describe_exchange, needs_step_sums
@@ -46,6 +48,7 @@ log = logging.getLogger("jaxdist")
 
 _PREVIEW_TOKENS = 16
 
+_BALANCE_ROWS = 16
 """Number of packed rows to read for estimating the load balance of context parallelism."""
 
 _SAME_RATE = 1.05  # a smaller rise of the learning rate is rounding of the schedule
@@ -271,7 +274,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes = [f"step plan {plan.digest}"]
     if plan.kernel:
         notes.append(f"attention kernel{of}: {plan.kernel} ({plan.reasons['kernel']})")
-    notes += describe_exchange(parts.layout, plan, config.train.seq_len)
+    notes += describe_exchange(
+        model, parts.layout, plan, config.train.seq_len, position_ids=_position_ids(parts, data),
+        windows=model.attention_call.windows, rows=rows // microbatches,
+    )  # fmt: skip
     if len(config.train.stages) > 1:
         shapes = (
             f"{batch_shape(config.train.in_stage(stage), model.unit)} after step {stage.first_step}"
@@ -354,3 +360,13 @@ def _precision(parts: Parts) -> str:
         f"{compute}; {name} products in layers 2 to {parts.model.num_layers - 1} of "
         f"{parts.model.num_layers} ({number_format.rounding}; {how})"
     )
+
+
+def _position_ids(parts: Parts, data: TrainData) -> np.ndarray | None:
+    """Return positions of sampled packed rows, int32 [n, seq_len], for a context axis; or None."""
+    if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
+        return None
+    if data.streams:
+        return None
+    sample = np.linspace(0, data.num_rows - 1, _BALANCE_ROWS).astype(np.int64)
+    return data.rows(sample).get("positions")

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from jaxdist.core import attention, experts, losses, token_logps, types
 from jaxdist.core.forward import ForwardPass
 from jaxdist.core.matmul import cpu, grouped
 from jaxdist.core.parallel import fsdp, reduction, tensor
-from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.context import CONTEXT, imbalance
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.layer_scan import make_run_layers
-from jaxdist.core.step_plan import StepPlan
+from jaxdist.core.step_plan import StepPlan, exchange_of
 from jaxdist.core.types import Context, Model, Params
 from jaxdist.core.weights import gathered_dtypes, with_weights
+from jaxdist.runtime.formatting.numbers import percent
+from jaxdist.settings import ConfigError
+
+_IMBALANCE = 0.05  # the log suggests another exchange above this load imbalance
+_BETTER = 0.8  # suggest only exchanges with less than this share of the imbalance
 
 
 def make_context(model: Model, layout: Layout, plan: StepPlan) -> Context:
@@ -46,16 +56,62 @@ _DOTS = {"plain": types.dot, "cpu": cpu.dot, "by_position": tensor.dot_by_positi
 """`StepPlan.dot` -> `Context.dot`."""
 
 
-def describe_exchange(layout: Layout, plan: StepPlan, seq_len: int) -> list[str]:
-    """Return a log line that describes how devices share rows; [] if they do not."""
+def describe_exchange(
+    model: Model,
+    layout: Layout,
+    plan: StepPlan,
+    seq_len: int,
+    *,
+    windows: tuple[int, ...] = (0,),
+    position_ids: np.ndarray | None = None,
+    rows: int = 1,
+) -> list[str]:
+    """Return log lines that describe how devices share rows; [] if they do not.
+
+    `windows` are the attention windows of the layers, 0 = no window. `position_ids`, int
+    [num_rows, seq_len], are positions inside documents of a sample; a microbatch has `rows` rows.
+    """
     used, size = plan.exchange, layout.size(CONTEXT)
     if used is None:
         return []
     groups = f" in groups of {used.inner}" if 1 < used.inner < size else ""
+    # If layers have different windows, use the largest imbalance.
+    imbalance_of = lambda inner: max(
+        imbalance(size, seq_len, window, position_ids, inner, rows) for window in windows
+    )
+    load = percent(imbalance_of(used.inner))
+    if plan.packed:
+        of = "if a row were one document"
+        if position_ids is not None:
+            of = f"mean of {len(position_ids)} rows"
+        load += f" ({of})"
+    load += _suggest_balanced_exchange(model, layout, plan, imbalance_of)
     return [
         f"context attention: {used.exchange} over {size} devices{groups} ({used.reason}); "
-        f"{seq_len // size} positions of a row on each"
+        f"{seq_len // size} positions of a row on each, load imbalance {load}"
     ]
+
+
+def _suggest_balanced_exchange(
+    model: Model, layout: Layout, plan: StepPlan, imbalance_of: Callable[[int], float]
+) -> str:
+    """Return a hint to an exchange with better load balance; "" if the load is balanced."""
+    assert plan.exchange is not None
+    if (now := imbalance_of(plan.exchange.inner)) <= _IMBALANCE:
+        return ""
+    others = {}
+    for name in ("all_to_all", "hybrid"):
+        with contextlib.suppress(ConfigError):
+            other = dataclasses.replace(layout, context_attention=name)
+            exchange = exchange_of(model, other, plan.device.per_node, packed=plan.packed)
+            assert exchange is not None
+            others[name] = imbalance_of(exchange.inner)
+    named = [
+        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * now
+    ]
+    if named:
+        return f"; --mesh.context-attention {' or '.join(named)} would balance it better"
+    return "; a cp that divides the query and key/value heads allows all_to_all, which is balanced"
 
 
 def make_forward(model: Model, layout: Layout, plan: StepPlan) -> ForwardPass:
