@@ -1,4 +1,4 @@
-"""Parameters with metadata (a frozen base in bf16, adapters) on meshes against one device.
+"""Parameters with metadata (a frozen base in bf16 and int8, adapters) on meshes against one device.
 
 Nothing here modifies the package. The reference multiplies plain float32 matrices: the product of
 an adapter is added to its base. No mesh, no scan, no chunks, no custom gradient.
@@ -72,16 +72,45 @@ class LowRank(CompositeWeight):
         return dot(dims, x, self.base, out_dtype=out_dtype) + high
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8(CompositeWeight):
+    """A frozen weight in int8 [layers, inputs, outputs], and a float32 scale of each output."""
+
+    values: object
+    scale: object
+
+    def multiply(self, dot, dims, x, *, out_dtype, sum_over):
+        """Return the product of x and the values times their scale."""
+        return dot(dims, x, self.complete().astype(x.dtype), out_dtype=out_dtype)
+
+    def complete(self):
+        return self.values.astype(jnp.float32) * self.scale
+
+    @classmethod
+    def of(cls, w):
+        scale = jnp.max(jnp.abs(w), axis=1, keepdims=True).astype(jnp.float32) / 127
+        return cls(jnp.round(w / scale).astype(jnp.int8), scale)
+
+    @classmethod
+    def record(cls, dims):
+        layers, _, outputs = dims
+        scale = Parameter((layers, None, outputs), update="none", keeps_dtype=True)
+        return cls(Parameter(dims, storage="int8", update="none"), scale)
+
+
 def adapt(model, inputs):
-    """Return a model in which only adapters train, of a bf16 base.
+    """Return a model in which only adapters train, of a base in bf16 and one product in int8.
 
     `inputs`: how many dims a product sums.
     """
 
-    def edit(tree, make):
+    def edit(tree, make, quantize):
         layers = {part: dict(leaves) for part, leaves in tree["layers"].items()}
         for (part, name), count in inputs.items():
             layers[part][name] = make(layers[part][name], count)
+        down = layers["mlp"]["down"]
+        layers["mlp"]["down"] = dataclasses.replace(down, base=quantize(down.base))
         return {**tree, "layers": layers}
 
     def matrices(w, count):
@@ -96,10 +125,10 @@ def adapt(model, inputs):
         return LowRank(dims, a, b)
 
     narrow = lambda w: w.astype(jnp.bfloat16)
-    init = lambda key: edit(jax.tree.map(narrow, model.init(key)), matrices)
+    init = lambda key: edit(jax.tree.map(narrow, model.init(key)), matrices, Int8.of)
     stored = lambda dims: Parameter(dims, storage="bfloat16", update="none")
     return dataclasses.replace(
-        model, init=init, axes=edit(jax.tree.map(stored, model.axes), records)
+        model, init=init, axes=edit(jax.tree.map(stored, model.axes), records, Int8.record)
     )
 
 
@@ -115,7 +144,7 @@ def plain(params):
             base = leaf(w.base)
             added = w.a.reshape(len(base), -1, RANK) @ w.b.reshape(len(base), RANK, -1)
             return base + added.reshape(base.shape)
-        return w.astype(jnp.float32)
+        return w.complete() if isinstance(w, Int8) else w.astype(jnp.float32)
 
     return jax.tree.map(leaf, params, is_leaf=lambda node: isinstance(node, CompositeWeight))
 
@@ -214,6 +243,7 @@ def test_checkpoints_hold_stored_weights_and_averages_of_the_trained_ones(tmp_pa
             np.testing.assert_array_equal,
             *(jax.device_get(getattr(s, part)) for s in (restored, state)),
         )
+    assert restored.params["layers"]["mlp"]["down"].base.values.dtype == jnp.int8
     assert len(jax.tree.leaves(restored.copies["ema"])) == 2 * len(ADAPTED)
     evaluated = checkpoints.restore_params(target.params, 1, weights="ema")
     expected = merged(state.copies["ema"], state.params)
