@@ -121,6 +121,9 @@ OTHERS = {
         ["slurm", "--time=60", "--program=true", "--script=/proc/nowhere"],
         ["slurm", "--time=60", "--program=true", f"--script={LONG}"],
         ["slurm", "--time=60", "--program=true", "--nodes=99999999999999999999"],
+        ["slurm", "--time=60", "--program=true", "--partition=a\n#SBATCH --x"],
+        ["slurm", "--time=1", "--program=true"],
+        ["slurm", f"--time={DIGITS}", "--program=true"],
     ],
     "data": [
         ["sur.jsonl", "--out=o"],

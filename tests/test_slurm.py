@@ -270,6 +270,8 @@ def test_new_checkpoints_below_a_corrupt_one_count_for_the_script(tmp_path):
         ({"nodes": "2-1"}, "--nodes 1:2"),
         ({"nodes": "all"}, "--nodes 'all'"),
         ({"signal_s": 10}, "signal_s=10"),
+        ({"time": "1"}, "180 s"),
+        ({"partition": "a\n#SBATCH --x"}, "contains a line break"),
         ({"gpus_per_node": 8, "tasks_per_node": 3}, "--gpus-per-node 8"),
         ({"name": "a b"}, "--name 'a b'"),
     ],

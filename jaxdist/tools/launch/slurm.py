@@ -21,6 +21,7 @@ from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
+from jaxdist.settings.schema import flag_of
 from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes, read_sizes
 
 COMMAND = "jaxdist.launch slurm"
@@ -31,6 +32,8 @@ Write a SLURM batch script for a training run.
 """
 
 _PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
+_ONE_LINE = ("run_dir", "module", "sbatch", "container", "mount", "python", "program", *_PASSED_ON)
+_TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,7})(?::([0-9]{2}))?(?::([0-9]{2}))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,24 @@ class SlurmConfig:
             Nodes.parse(self.nodes)
         except ValueError as error:
             problems.append(str(error))
+        limit = limit_s(self.time)
+        if self.time and not limit:  # else it is missing
+            problems.append(
+                f"--time {self.time!r} is not a time limit. Use minutes, HH:MM:SS or D-HH:MM:SS, "
+                "e.g. --time 24:00:00."
+            )
+        elif 0 < limit < 2 * self.signal_s:
+            problems.append(
+                f"--time {self.time} is {limit} s, and the run stops {self.signal_s} s before it: "
+                "each attempt would do little more than start. Use "
+                f"--time {-(-2 * self.signal_s // 60)} (minutes) or more, or less --signal-s."
+            )
+        for name in _ONE_LINE:
+            value = getattr(self, name)
+            if any(
+                c in text for text in ([value] if isinstance(value, str) else value) for c in "\n\r"
+            ):
+                problems.append(f"{flag_of(name)} {value!r} contains a line break. Use one line.")
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
             problems.append(
                 f"--tasks-per-node {self.tasks_per_node} cannot share --gpus-per-node "
@@ -155,6 +176,19 @@ class SlurmConfig:
                 f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp "
                 "or fsdp across nodes."
             )
+
+
+def limit_s(text: str) -> int:
+    """Return the seconds of a SLURM time limit; 0 = not a time limit."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return 0
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
+        return 86400 * days + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    if third is not None:  # HH:MM:SS
+        return 3600 * (first or 0) + 60 * (second or 0) + third
+    return 60 * (first or 0) + (second or 0)  # MM, MM:SS
 
 
 def main(argv: Sequence[str]) -> int:
