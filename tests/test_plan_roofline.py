@@ -69,25 +69,6 @@ def test_attention_time_counts_unmasked_flops(causal, share, name, work):
     assert times_of_program.calls == {"attention": 1}
 
 
-FUSED = """%slices (p: f32[16,1048576], i: s32[]) -> f32[1048576] {
-  %p = f32[16,1048576]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %s = f32[1,1048576]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,1048576}
-  ROOT %r = f32[1048576]{0} reshape(%s)
-}"""
-
-
-def test_slice_reads_only_the_slice():
-    times_of_program = times(
-        """  %stack = f32[16,1048576]{1,0} parameter(3)
-  %i = s32[] parameter(4)
-  %f = f32[1048576]{0} fusion(%stack, %i), kind=kLoop, calls=%slices""",
-        FUSED,
-    )
-    moved = 2 * 4 * 2**20 + 4  # a row read and written, and its index
-    assert times_of_program.classes["element-wise"] == pytest.approx(moved / MEMORY + LAUNCH_S)
-
-
 LOOP = """%body (t: (f32[1048576])) -> (f32[1048576]) {
   %t = (f32[1048576]{0}) parameter(0)
   %x = f32[1048576]{0} get-tuple-element(%t), index=0

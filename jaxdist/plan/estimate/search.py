@@ -23,6 +23,7 @@ from jaxdist.core.parallel.axes import AXES
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.virtual_stages import MOST
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model, offloaded_names, rows_per_example
 from jaxdist.hardware import Cluster
 from jaxdist.plan.estimate.job import Job, with_section
@@ -158,8 +159,31 @@ def why_not(choice: Candidate, best: Candidate) -> str:
     losing, winning = choice.time.parts, best.time.parts
     more = {name: s - winning.get(name, 0.0) for name, s in losing.items()}
     cause = max(more, key=lambda name: more[name])
+    why = _CAUSES.get(cause, cause)
+    if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
+        why = "weights are cast and gradients accumulated more often"
+        if (choice.job.attention, best.job.attention) == ("blockwise", "cudnn"):
+            why = "attention runs block by block, and its scores pass through memory"
     part = percent(more[cause] / best.time.seconds, 0, sign=True)
-    return f"{relative_speed(choice.time.seconds, best.time.seconds)}: {cause} ({part})"
+    return f"{relative_speed(choice.time.seconds, best.time.seconds)}: {why} ({part})"
+
+
+_CAUSES = {
+    "products": "more recomputation, or smaller products",
+    "attention": "more recomputation, or uneven load",
+    "memory-bound kernels": "norms and residuals are not split over tensor",
+    "launch gaps": "more and smaller microbatches",
+    "optimizer": "each GPU updates more parameters",
+    "pipeline bubble": "stages wait for each other",
+    "waiting for weights": "gathering weights is not hidden behind compute",
+    "waiting for gradients": "reducing gradients is not hidden behind compute",
+    "waiting for new parameters": "ZeRO gathers the new parameters after each step",
+    "waiting for activations": "tensor parallelism reduces activations in every layer",
+    "waiting for heads": "devices that share rows exchange heads in every layer",
+    "waiting for keys and values": "keys and values travel between devices that share rows",
+    "waiting for gradients of keys": "gradients of keys travel between devices that share rows",
+    "waiting for stages": "activations move between stages",
+}
 
 
 def _rank(choice: Candidate) -> tuple[bool, float, int]:
