@@ -148,6 +148,7 @@ EXCEPTIONS = {
     "run.setup": "hands settings to the builder, and rejects formats that a device lacks",
     "run.start_checks": "names the GPU on which an operation is wrong",
     "run.startup": "reports the estimates of remat policies",
+    "run.session": "names the device in a key",
     "run.monitoring.monitor": "reports the device",
     "run.monitoring.environment": "reports the device, and asks the driver if there is one",
 }
