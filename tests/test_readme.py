@@ -207,6 +207,6 @@ def test_the_file_tree_matches_the_package():
 
 def test_ci_runs_the_install_commands():
     ci = (ROOT / ".ci" / "run").read_text()
-    for extra in ("-c constraints.txt -e '.[dev]'", "--dist loadfile"):
+    for extra in ("-c constraints.txt -e '.[dev]'", "-n 2 --dist loadfile -m 'not slow'"):
         assert extra in README
         assert extra in ci
