@@ -64,12 +64,13 @@ def test_gradients_match_one_device(case):
 
 
 def test_optional_parts_in_loops_match_one_device(monkeypatch):
-    """GPUs run embedding, head and padded layers in loops; without collectives, CPUs can, too."""
+    """GPUs run optional parts in loops, and idle stages act; without collectives, CPUs can, too."""
     parts = pipeline_parity.make_parts
 
     def as_on_gpus(case):
         model, layout, plan, context = parts(case)
-        return model, layout, dataclasses.replace(plan, orders_collectives=False), context
+        plan = dataclasses.replace(plan, orders_collectives=False, skips_idle=False)
+        return model, layout, plan, context
 
     monkeypatch.setattr(pipeline_parity, "make_parts", as_on_gpus)
     case = Case(mesh="pp=2", virtual=2, layers=5, depths="1.2.2.0", family="llama_tied")
@@ -256,7 +257,7 @@ def test_the_number_of_permutes_equals_the_schedule(m, v):
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_no_product_is_computed_twice(v):
-    """Each tick has one forward or one backward of a virtual stage; idle stages run it, too."""
+    """Each tick has one forward or one backward of a virtual stage, if no stage is idle."""
     m, p = 8, 4
     ideal = products(program(Case(mesh="dp=1", layers=8, rows=m)))
     without_layers = products(program(Case(mesh="dp=1", layers=1, rows=m)))

@@ -106,6 +106,7 @@ class StepPlan:
         dot: product with a weight: "plain", "cpu" (`matmul.cpu`) or "by_position".
         gradient_barrier: use the gradients of a product's inputs only after both are computed.
         avoids_donation_copies: write averages, parameters and moments one after another.
+        skips_idle: idle pipeline stages run no layers; else they repeat a pass, which is dropped.
         memory_bytes: GPU memory for XLA's scheduler; 0 = unknown, or a CPU.
     """
 
@@ -130,6 +131,7 @@ class StepPlan:
     gradient_barrier: bool
     avoids_donation_copies: bool
     orders_collectives: bool
+    skips_idle: bool
     memory_bytes: int
     reasons: Mapping[str, str]
 
@@ -202,7 +204,7 @@ def plan_step(
             kernel, reasons["kernel"] = choose_kernel(request, attention)
         except ConfigError as error:  # the step raises it
             reasons["kernel"] = str(error)
-    remat, reasons["remat"] = _choose_remat(train.remat, remat, platform)
+    remat, reasons["remat"] = _choose_remat(train.remat, remat, platform, has_stages)
     gathers = bool(model.num_layers) and not (has_stages and pipeline.gather == "step")
     layers = set(jax.tree.leaves(model.axes["layers"])) if gathers else ()
     gathers = any(axes_of(layout.gather_spec(dims)) for dims in layers)  # ends at the first
@@ -256,6 +258,8 @@ def plan_step(
         # would need another collective.
         avoids_donation_copies=on_cpu and layout.mesh.size == 1,
         orders_collectives=on_cpu and layout.mesh.size > 1,
+        # Simulated devices share cores. On GPUs, stages wait for each other anyway.
+        skips_idle=on_cpu and has_stages,
         memory_bytes=0 if gpu is None else gpu.memory_bytes,
         reasons=reasons,
     )
@@ -319,12 +323,18 @@ def kernel_rejection(layout: Layout, device: Device, check: KernelCheck | None) 
     return "cuDNN's kernel for it was not compared with the reference here"
 
 
-def _choose_remat(setting: str, chosen: str | None, platform: str) -> tuple[str, str]:
+def _choose_remat(
+    setting: str, chosen: str | None, platform: str, has_stages: bool
+) -> tuple[str, str]:
     if setting != "auto":
         return setting, "from the settings"
     if chosen is not None:
         return chosen, "by the estimates of time and memory"
-    return ("dots", "until costs decide") if platform == "gpu" else ("none", "the default of CPUs")
+    if platform == "gpu":
+        return "dots", "until costs decide"
+    if has_stages:
+        return "dots", "the default of CPUs with stages, which copy what a forward pass saves"
+    return "none", "the default of CPUs"
 
 
 def layers_of_a_body(
@@ -380,9 +390,9 @@ def _choose_dot(layout: Layout, platform: str) -> tuple[str, str]:
 
     If `tensor` splits the sequence on GPUs, positions are the outermost dim in memory. Otherwise
     XLA transposes the activations before and after every product. CPUs use a faster sum for weight
-    gradients, except with pipeline stages.
+    gradients.
     """
-    if platform == "cpu" and PIPELINE not in layout.used:
+    if platform == "cpu":
         return "cpu", "sums gradients of weights faster on CPU"
     splits = TENSOR in layout.used and not layout.auto_tensor and layout.sequence_parallel
     if platform == "gpu" and splits:

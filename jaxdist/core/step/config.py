@@ -54,8 +54,9 @@ class TrainConfig:
         "activations that the backward pass recomputes: none, dots (keep matrix products), full "
         "(keep only block inputs), names:A,B (keep only these: qkv, attention, attention_out, "
         "mlp_hidden, mlp_out), offload:A,B (keep only these, in host memory; also layer_input); "
-        "auto = none on CPU; on GPUs the fastest that fits by the estimate: none, dots, full, "
-        "names: with qkv, attention or attention_out, or offload: with layer_input or attention",
+        "auto = none on CPU (stages: dots); on GPUs the fastest that fits by the estimate: none, "
+        "dots, full, names: with qkv, attention or attention_out, or offload: with layer_input or "
+        "attention",
     )
     loss_chunk_tokens: int = setting(
         0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -59,11 +60,12 @@ def _run(stage: Stage, layer: Callable[..., tuple[Array, Sums]]) -> Sums:
         """Run the virtual stage on x [rows, seq_shard, d_model]; return (x, sums)."""
         layers, block = stage.layers_of(now), stage.forward.block
 
-        def one(x: Array, slot: Array) -> tuple[Array, Sums]:
-            weights, ((index, fixed), aux) = layers.one(slot)
-            return layer(block, merged(weights, fixed), x, index, aux, stage.context)
+        def one(x: Array, _: Any, weights: Params, others: Any) -> tuple[Array, None, Sums]:
+            (index, fixed), aux = others
+            x, sums = layer(block, merged(weights, fixed), x, index, aux, stage.context)
+            return x, None, sums
 
-        x, sums = over_layers(layers, one, x)
+        x, _, sums = over_layers(layers, one, lambda *_: None, x, None)
         return x, tensor.add_layers(sums)
 
     def forward(now: Instruction, state: State) -> tuple[Array, State]:

@@ -2,10 +2,10 @@
 
 1. The instructions of all stages are constant arrays; each device reads the column of its stage.
 2. All actions of a tick are of one kind (`plan_loops`), so stages differ only in what they act on.
-   An idle stage waits for the others anyway, so it runs the action, too, and its results are
-   dropped: with a branch instead, XLA:GPU would copy all residuals and gradients in every tick.
-   Only the embedding, the head and layers that not all stages have are optional. They may contain
-   collectives over other axes, because those groups are within one stage.
+   On GPUs an idle stage waits for the others anyway, so it runs the action, too, and its results
+   are dropped. Simulated devices share cores, so there an idle stage skips its layers, each by a
+   branch. Embedding, head and layers that not all stages have are optional everywhere. Branches
+   may contain collectives over other axes, because those groups are within one stage.
 3. Exchanges come after the action, because a permute over the pipeline axis needs every stage.
 """
 
@@ -139,11 +139,11 @@ def run_if(needed: Array, compute: Callable[[Any], Any], value: Any, as_loops: b
 
 
 def loop_over(
-    xs: Array, body: Callable[[Any, Array], tuple[Any, Any]], carry: Any, **options: Any
+    xs: Array, body: Callable[[Any, Array], tuple[Any, Any]], carry: Any
 ) -> tuple[Any, Any]:
     """Scan over xs [steps, ...] like `lax.scan`, but without a loop for a single step."""
     if xs.shape[0] > 1:
-        return lax.scan(body, carry, xs, **options)
+        return lax.scan(body, carry, xs)
     carry, out = body(carry, xs[0])
     return carry, jax.tree.map(lambda x: x[None], out)
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel import tensor
-from jaxdist.core.parallel.pipeline.executor import loop_over, run_if
+from jaxdist.core.parallel.pipeline.executor import run_if
 from jaxdist.core.parallel.pipeline.layer_vjp import LayerVjp
 from jaxdist.core.types import Array, Params, Sums
 
@@ -33,9 +33,9 @@ class Layers(NamedTuple):
         virtual: int32 [], index of these layers among the virtual stages.
         indices: model index of each layer, int32 [layers].
         aux: further inputs, identical for every layer.
-        num_layers: int32 [], number of layers; the others are padding.
-        least: smallest number of layers of a virtual stage.
-        as_loops: how padding is skipped, see `run_if`.
+        num_layers: int32 [], number of layers to run; the others are padding, or the stage is idle.
+        least: smallest number of layers to run.
+        as_loops: how layers are skipped, see `run_if`.
     """
 
     weights: Params
@@ -75,17 +75,17 @@ class LayerwiseBackward:
     ) -> tuple[Array, Sums, list[Array]]:
         """Return (y, sums, residuals with those of x [rows, seq_shard, d_model] in `slot`)."""
 
-        def one(carry: tuple[Array, list[Array]], index: Array) -> tuple[Any, Sums]:
-            """Run the layer at int32 [] `index`."""
-            x, residuals = carry
-            weights, constants = layers.one(index)
-            y, sums, saved = self._layer.forward(weights, x, constants)
-            write = lambda buffer, value: lax.dynamic_update_slice(
-                buffer, value[None, None], (slot, index, *([0] * value.ndim))
-            )
-            return (y, list(map(write, residuals, saved))), sums
+        def run(x: Array, _: Any, weights: Params, others: Any) -> tuple[Array, list[Array], Sums]:
+            y, sums, saved = self._layer.forward(weights, x, others)
+            return y, saved, sums
 
-        (y, residuals), sums = over_layers(layers, one, (x, residuals), unroll=self._unroll)
+        def write(residuals: list[Array], saved: list[Array], index: Any) -> list[Array]:
+            """Write a layer's saved values [size] to residuals [slots, layers, size]."""
+            start = lambda value: (slot, index, *([0] * value.ndim))
+            leaf = lambda x, new: lax.dynamic_update_slice(x, new[None, None], start(new))
+            return list(map(leaf, residuals, saved))
+
+        y, residuals, sums = over_layers(layers, run, write, x, residuals, unroll=self._unroll)
         return y, tensor.add_layers(sums), residuals
 
     def gradient(
@@ -99,54 +99,69 @@ class LayerwiseBackward:
     ) -> tuple[Array, Params]:
         """Return dx [rows, seq_shard, d_model] of all layers, totals plus masked gradients."""
 
-        def one(carry: tuple[Array, Params], index: Array) -> tuple[tuple[Array, Params], None]:
-            """Run a layer backward; add its gradients to totals [virtual_stages, layers, ...]."""
-            dy, totals = carry
-            weights, constants = layers.one(index)
+        def run(dy: Array, index: Any, weights: Params, others: Any) -> tuple[Array, Params, None]:
+            """Return dx [rows, seq_shard, d_model] and weight gradients of the layer at `index`."""
             read = lambda buffer: lax.dynamic_slice(
                 buffer, (slot, index, *([0] * (buffer.ndim - 2))), (1, 1, *buffer.shape[2:])
             ).reshape(buffer.shape[2:])
-            dx, grads = self._layer.backward(weights, constants, list(map(read, residuals)), dy)
-            grads = mask(self._reduce(grads))
-            return (dx, _add(totals, grads, layers.virtual, index)), None
+            dx, grads = self._layer.backward(weights, others, list(map(read, residuals)), dy)
+            return dx, self._reduce(grads), None
 
-        return over_layers(layers, one, (dy, totals), reverse=True, unroll=self._unroll)[0]
+        def add(totals: Params, grads: Params, index: Array) -> Params:
+            """Add a layer's gradients [...] to totals [virtual_stages, layers, ...], in place."""
 
+            def leaf(total: Array, grad: Array) -> Array:
+                start: Any = (layers.virtual, index, *([0] * grad.ndim))
+                old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
+                return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
 
-def _add(totals: Params, grads: Params, virtual: Array, slot: Array) -> Params:
-    """Add a layer's gradients to totals [virtual_stages, layers, ...], in place."""
+            return jax.tree.map(leaf, totals, mask(grads))
 
-    def leaf(total: Array, grad: Array) -> Array:
-        start: Any = (virtual, slot, *([0] * grad.ndim))
-        old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
-        return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
-
-    return jax.tree.map(leaf, totals, grads)
+        options: dict[str, Any] = dict(reverse=True, unroll=self._unroll)
+        return over_layers(layers, run, add, dy, totals, **options)[:2]
 
 
 def over_layers(
     layers: Layers,
-    one: Callable[[Any, Array], tuple[Any, Any]],
-    carry: Any,
+    run: Callable[[Array, Any, Params, Any], tuple[Array, Any, Any]],
+    write: Callable[[Any, Any, Any], Any],
+    x: Array,
+    buffers: Any,
     *,
     reverse: bool = False,
     unroll: int = 1,
-) -> tuple[Any, Any]:
-    """Scan `one` over the virtual stage's layers 0, 1, ...; outputs [layers, ...], padding 0."""
-    slots, least = jnp.arange(layers.indices.shape[0]), layers.least
-    options: dict[str, Any] = dict(reverse=reverse, unroll=unroll)
-    if least == slots.size:
-        return loop_over(slots, one, carry, **options)
-    kinds = jax.eval_shape(one, carry, slots[0])[1]
+) -> tuple[Array, Any, Any]:
+    """Run the virtual stage's layers 0, 1, ... on x [rows, seq_shard, d_model].
 
-    def maybe(carry: Any, index: Array) -> tuple[Any, Any]:
-        skipped = carry, jax.tree.map(collectives.zeros_like, kinds)
-        run = lambda value: one(value[0], index)
-        return run_if(index < layers.num_layers, run, skipped, layers.as_loops)
+    `run` maps (x, slot, *`Layers.one`) to (x, values, sums); `write` stores the values in buffers.
+    Returns (x, buffers, sums [layers, ...]); sums of layers that do not run are 0.
+    """
 
-    outputs = []
+    def one(carry: tuple[Array, Any], slot: Any) -> tuple[tuple[Array, Any], Any]:
+        """Run the layer at `slot`, int32 []."""
+        x, values, sums = run(carry[0], slot, *layers.one(slot))
+        return (x, write(carry[1], values, slot)), sums
+
+    def maybe(carry: tuple[Array, Any], slot: Any) -> tuple[tuple[Array, Any], Any]:
+        """Run the layer at `slot`, int32 [], unless it is padding or the stage is idle."""
+        needed, inputs = slot < layers.num_layers, layers.one(slot)
+        kinds = jax.eval_shape(lambda x: run(x, slot, *inputs), carry[0])
+        values, sums = jax.tree.map(collectives.zeros_like, kinds[1:])
+        if layers.as_loops:
+            return run_if(needed, lambda now: one(now[0], slot), (carry, sums), as_loops=True)
+        # XLA would copy buffers that a branch returns.
+        compute = lambda now: run(now[0], slot, *inputs)
+        x, values, sums = run_if(needed, compute, (carry[0], values, sums), as_loops=False)
+        return (x, write(carry[1], values, slot)), sums
+
+    slots, least = range(layers.indices.shape[0]), layers.least
+    carry, outputs = (x, buffers), []
     for part, body in ((slots[:least], one), (slots[least:], maybe))[:: -1 if reverse else 1]:
-        if part.size:
-            carry, out = loop_over(part, body, carry, **options)
+        if len(part) > unroll:
+            carry, out = lax.scan(body, carry, jnp.asarray(part), reverse=reverse)
             outputs.append(out)
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+            continue
+        for slot in part[:: -1 if reverse else 1]:
+            carry, out = body(carry, slot)
+            outputs.append(jax.tree.map(lambda x: x[None], out))
+    return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)

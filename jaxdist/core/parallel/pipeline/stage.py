@@ -34,7 +34,7 @@ class Stage:
         outer: complete parameters outside the layers.
         microbatches: [num_microbatches, rows per microbatch, ...].
         index: int32 [], index of this stage on the ring.
-        as_loops: how optional parts are skipped, see `run_if`.
+        skips_idle: an idle stage runs no layers. Optional parts are branches, else loops.
     """
 
     forward: ForwardPass
@@ -45,7 +45,7 @@ class Stage:
     outer: Params
     microbatches: Batch
     index: Array
-    as_loops: bool
+    skips_idle: bool
 
     def virtual_stage(self, now: Instruction) -> Array:
         """Return the index of the virtual stage in the model, int32 []."""
@@ -82,15 +82,16 @@ class Stage:
     def layers_of(self, now: Instruction) -> Layers:
         """Return the layers and their inputs for the virtual stage that `now` names."""
         axes, split, index = self.forward.model.axes["layers"], self.split, self.virtual_stage(now)
+        depth, skips = take(jnp.asarray(split.depths), index), self.skips_idle
         return Layers(
             trained(self.layers, axes),
             frozen(self.layers, axes),
             now.virtual,
             take(jnp.asarray(split.starts), index) + jnp.arange(split.slots),  # of padding: unused
             self.aux(now),
-            take(jnp.asarray(split.depths), index),
-            min(split.depths),
-            self.as_loops,
+            jnp.where(now.is_active, depth, 0) if skips else depth,
+            0 if skips else min(split.depths),
+            not skips,
         )
 
     @property
@@ -112,8 +113,6 @@ def make_stage(
     params: Params,
     batch: Batch,
     context: Context,
-    *,
-    as_loops: bool = False,
 ) -> Stage:
     """Build this device's stage from shards in execution order and its batch [rows, ...]."""
     layers = jax.tree.map(
@@ -134,7 +133,7 @@ def make_stage(
         outer=forward.gather(outer),
         microbatches=data.split_microbatches(batch, schedule.num_microbatches),
         index=collectives.group_index(PIPELINE.name),
-        as_loops=as_loops,
+        skips_idle=plan.skips_idle,
     )
 
 

@@ -88,8 +88,7 @@ def make_pipeline_value_and_grad(
     ) -> tuple[Sums, Params]:
         """Return (sums, local gradients) of this replica's batch [rows, ...]; scale float32 []."""
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
-        parts = (forward, layout, plan, schedule, params, batch, context)
-        stage = make_stage(*parts, as_loops=not plan.orders_collectives)
+        stage = make_stage(forward, layout, plan, schedule, params, batch, context)
         state = _Training(stage, layer, policy, plan.layers_per_body, reduce_layer, scale).run()
         layer_grads = state.gradients["layers"]
         if gather == "step":
@@ -155,7 +154,7 @@ class _Training:
             stage.is_last(now),
             lambda value: self._head_gradient(now, state, *value[1:]),
             (take(state.cotangents, now.cotangent), outer, state.sums),
-            stage.as_loops,
+            not stage.skips_idle,
         )
         dx, layer_totals = self.layers.gradient(
             stage.layers_of(now),
@@ -166,7 +165,7 @@ class _Training:
             mask=partial(if_active, now),
         )
         add = partial(self._add_embedding_gradient, now, dx)
-        outer = run_if(stage.is_first(now), add, outer, stage.as_loops)
+        outer = run_if(stage.is_first(now), add, outer, not stage.skips_idle)
         gradients = {"layers": layer_totals, "outer": outer}
         return dx, state._replace(gradients=gradients, sums=sums)
 
