@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_456,
-    "package code lines": 47_595,
-    "test lines": 47_062,
+    "package lines": 66_603,
+    "package code lines": 47_709,
+    "test lines": 47_116,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

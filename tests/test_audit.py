@@ -330,15 +330,16 @@ def test_deep_detects_wrong_formula_behind_right_collective(monkeypatch, capsys,
     record = json.loads(capsys.readouterr().out)
     assert record["violations"] == []
     gradients = [one for one in record["differences"] if "layers/mlp" in one["value"]]
-    assert bool(gradients) == (factor != 1)
+    assert {tuple(one["axes"]) for one in gradients} == (set() if factor == 1 else {("data",)})
 
 
 @pytest.mark.slow
-def test_deep_detects_an_exchange_over_another_axis(monkeypatch):
-    """jax's own types reject it only if the pipeline axis is traced alone."""
+def test_deep_reports_an_axis_on_which_tracing_fails(monkeypatch):
+    """jax's own types reject an exchange over another axis if only the pipeline axis is traced."""
     monkeypatch.setattr(collectives, "permute", lambda x, axis, shift=1: permute(x, "data", shift))
     config = read_run([*SMALL[:-1], "--mesh=pp=2,dp=2"], command="test")
-    assert any("layers" in one.value for one in differences(config, jax.devices()))
+    result = differences(config, jax.devices())
+    assert {one.axes for one in result if "layers" in one.value} == {("pipeline",)}
 
 
 def test_rejected_run_starts_only_with_override(monkeypatch):

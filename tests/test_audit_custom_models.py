@@ -136,17 +136,20 @@ FIELDS = text_fields(SEQ, packed=False)
 
 
 @pytest.mark.parametrize(
-    "block, mesh, value",
-    [(reduced_by("mean"), "tp=2", "layers/down"), (mean_of_own_tokens, "dp=2", "'aux_loss'")],
+    "block, mesh, value, axis",
+    [
+        (reduced_by("mean"), "tp=2", "layers/down", "tensor"),
+        (mean_of_own_tokens, "dp=2", "'aux_loss'", "data"),
+    ],
 )
-def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value):
+def test_a_mean_or_max_instead_of_a_sum_is_refused(block, mesh, value, axis):
     model = dataclasses.replace(make_model(), block=block, sequence=False)
     parts = assemble(config_on(mesh), jax.devices()[:2], model=model)
     assert check_mesh(parts).is_clean
     with pytest.raises(ConfigError) as error:
         check_model(parts, FIELDS, lambda seq_len: model)
     *others, problem = error.value.problems
-    assert any(value in line for line in others)
+    assert any(missing(line, value, f"over {axis}") == [] for line in others)
     assert missing(problem, f"mesh {mesh}", "--override=audit") == []
 
 
@@ -191,8 +194,8 @@ def test_only_a_new_mesh_of_a_custom_model_is_compared(monkeypatch, tmp_path, ca
     with pytest.raises(ZeroDivisionError):
         start("run", "dp=4,tp=2", **custom)
     assert compared == ["dp=8", "dp=4,tp=2"]
-    planted.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0))
-    with refused("the sum 'loss'", "--override=audit", num_problems=2):
+    planted.append(deep.MeshDifference(value="the sum 'loss'", relative=1.0, axes=("data",)))
+    with refused("the sum 'loss'", "over data", "--override=audit", num_problems=2):
         start("new", "dp=8", **custom)
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(deep, "MAX_OPERATIONS", 1)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -101,8 +102,21 @@ def test_buffer_is_bounded_and_lost_records_are_counted(full, monkeypatch, caplo
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         for step in range(1, 20):
             writer.write(train_record(step))
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     writer.close()
-    assert missing(caplog.messages[-1], "are lost", os.strerror(errno.ENOSPC)) == []
+    assert missing(caplog.messages[-1], "are lost", os.strerror(errno.ENOENT)) == []
+
+
+def test_remaining_records_are_saved_elsewhere_at_the_end(tmp_path, full, monkeypatch, caplog):
+    path, _ = full
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writer = RecordWriter(path)
+    for step in (1, 2):
+        writer.write(train_record(step))
+    writer.close()
+    (kept,) = tmp_path.glob("jaxdist-metrics-*.jsonl")
+    assert str(kept) in caplog.messages[-1]
+    assert read_records(kept) == [train_record(1), train_record(2)]
 
 
 def test_tensorboard_reports_missing_points_once(tmp_path, monkeypatch, caplog):

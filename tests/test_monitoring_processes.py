@@ -88,8 +88,11 @@ def test_idle_steps_are_split_into_data_and_host_time():
 def test_only_low_utilization_is_explained():
     dry = {"busy_share": 0.5, "dry_data_share": 0.4, "dry_host_share": 0.1, "wall_s": 10.0}
     text = " ".join(idle_lines(dry))
-    assert missing(text, "50.0 %", "40.0 % waiting", "10.0 % work") == []
+    assert missing(text, "50.0 %", "40.0 % waiting", "10.0 % work", "tokenize") == []
     assert idle_lines({**dry, "busy_share": 0.8}) == []
+    short = {"steps_s": 60.0, "wall_s": 100.0, "compile_s": 25.0}
+    assert missing(" ".join(idle_lines(short)), "compilation 25.0 %", "saves 15.0 %") == []
+    assert idle_lines({**short, "steps_s": 80.0}) == []
 
 
 def make_report(host: str, steps: list[tuple[float, float, float]], **extra) -> dict:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
 
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxdist.config.monitoring import MonitoringConfig
 from jaxdist.run.monitoring import monitor as monitor_module
+from jaxdist.run.monitoring import prometheus
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.prometheus import _numbers
 from jaxdist.run.run_directory import RunDirectory
@@ -89,6 +91,35 @@ def test_fetched_metrics_equal_the_reported_ones(tmp_path):
     monitor.close()
     with pytest.raises(urllib.error.URLError, match="refused"):
         fetch(port)
+
+
+def test_silent_and_too_many_clients_are_disconnected(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 1.5)
+    port = free_port()
+    monitor = start(tmp_path, port)
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+    for client in silent:
+        client.settimeout(5)
+    begin = time.monotonic()
+    assert silent[-1].recv(1) == b""  # at once: the others have all threads
+    assert time.monotonic() - begin < 1
+    assert [client.recv(1) for client in silent] == [b""] * 12  # after the time-out
+    assert fetch(port)["jaxdist_run_info"] == 1
+    monitor.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_sends_its_request_slowly_is_disconnected(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 1.0)
+    port = free_port()
+    monitor = start(tmp_path, port)
+    with socket.create_connection(("127.0.0.1", port)) as client, pytest.raises(OSError):
+        for _ in range(50):
+            client.sendall(b"X")
+            time.sleep(0.1)
+    assert fetch(port)["jaxdist_run_info"] == 1
+    monitor.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_only_process_0_serves(tmp_path):

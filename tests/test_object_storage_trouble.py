@@ -18,6 +18,7 @@ from refusals import missing
 from jaxdist.checkpoint import lock, manifest
 from jaxdist.checkpoint.events import CheckpointError
 from jaxdist.data.corpus import Corpus
+from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import flush_appended, locate, objects
 from jaxdist.settings import ConfigError
 
@@ -215,6 +216,7 @@ def test_run_with_expired_credentials_ends_and_resumes_with_new_ones(expiring, t
     with pytest.raises(CheckpointError) as end:
         train(url, steps=20, callbacks=expire)
     assert missing(str(end.value), *EXPIRED) == [] and SECRET not in str(end.value)
+    assert "new credentials" in entry_point.advice_for(str(end.value))
     expiring[0] = float("inf")
     checkpoints = locate(url) / "checkpoints"
     complete = manifest.steps_in(checkpoints)

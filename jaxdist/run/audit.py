@@ -8,11 +8,12 @@ formula around a correct collective, which the trace does not show.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -55,13 +56,16 @@ class MeshDifference:
     """A value of the step (gradient, sum, gradient norm) that depends on the mesh.
 
     `relative` is the largest difference, relative to the peak on one device; inf if not finite.
+    Each axis in `axes` causes a difference on its own; () if none does, or none is legal alone.
     """
 
     value: str
     relative: float
+    axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.value} differs from one device's by {self.relative:.1e} of its peak"
+        named = f"over {' and '.join(self.axes)}" if self.axes else "for several axes together"
+        return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
 def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
@@ -137,8 +141,7 @@ def check_model(parts: Parts, fields: Fields, make_model: MakeModel | None) -> s
                 f"the deep audit rejects model {parts.model.name!r} on mesh {parts.spec}: "
                 f"{len(differing)} values of one step differ from one device's. Look for a mean or "
                 "max instead of a sum (Context.leave, Context.sum), and for loss terms that are a "
-                "mean over the rows of one device. jaxdist.audit --deep on a mesh of each axis "
-                "alone shows the axis. --override=audit trains without the audit.",
+                "mean over the rows of one device. --override=audit trains without the audit.",
             ]
         )
     seconds = time.perf_counter() - start
@@ -175,7 +178,35 @@ def differences(
 
     expected = _step(parts_on(MeshSpec()), fields)
     differing = _unequal(_step(parts_on(spec), fields), expected)
-    return [MeshDifference(value=name, relative=x) for name, x in differing.items()]
+    if not differing:
+        return []
+    alone: dict[str, Collection[str]] = {}
+    for axis in spec.used:
+        with contextlib.suppress(ConfigError):  # not every mesh is legal with one axis alone
+            parts = parts_on(MeshSpec.over(axis, spec[axis]))
+            alone[axis.name] = _wrong_on(parts, fields, expected)
+    return [
+        MeshDifference(
+            value=name,
+            relative=relative,
+            axes=tuple(axis for axis, wrong in alone.items() if name in wrong),
+        )
+        for name, relative in differing.items()
+    ]
+
+
+def _wrong_on(
+    parts: Parts, fields: Fields | None, expected: dict[str, np.ndarray]
+) -> Collection[str]:
+    """Return the names of values of one step, [...] each, that differ from the expected ones.
+
+    If the step cannot be traced on this mesh, return all names: on a single axis, jax's types
+    reject errors that a second axis hides, e.g. a collective over the wrong axis in a loop.
+    """
+    try:
+        return _unequal(_step(parts, fields), expected)
+    except (TypeError, ValueError):
+        return expected
 
 
 def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> RunConfig:

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -139,18 +140,30 @@ class RecordWriter:
             self._is_failing = False
 
     def close(self) -> None:
-        """Close the file; warn of records that cannot be written."""
+        """Close the file; save records that cannot be written in a temporary file, and warn."""
         if self._file is None:
             return
         try:
             self._file.close()
         except OSError as failure:
             logger.warning(
-                "%s cannot be written (%s): its last %d records are lost",
+                "%s cannot be written (%s): its last %d records are %s",
                 self._path,
                 failure.strerror,
                 self._file.pending.count(b"\n"),
+                _save_elsewhere(self._file.pending),
             )
+
+
+def _save_elsewhere(records: bytes) -> str:
+    try:
+        with tempfile.NamedTemporaryFile(
+            prefix="jaxdist-metrics-", suffix=".jsonl", delete=False
+        ) as file:
+            file.write(records)
+    except OSError as failure:
+        return f"lost ({failure.strerror} in the temporary folder too)"
+    return f"in {file.name}: append it to metrics.jsonl"
 
 
 def skip_reason(values: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.runtime.cluster_environment import (
     JoinPlan,
     RuntimeConfig,
+    is_loopback,
     listed_gpus,
     resolve,
     visible_gpus,
@@ -122,18 +123,20 @@ def join(
     if plan.num_processes > 1:
         plan = _one_slice(plan, gpus)
         with stop.at_once() if stop else contextlib.nullcontext():
-            _connect(plan, settings)
+            _connect(plan, settings, on_cpu=not gpus)
         watch_failures()
     _check_settings(dict(same or {}), settings.join_timeout_s)
     return _start_devices(plan, gpus, settings.join_timeout_s)
 
 
-def _connect(plan: JoinPlan, settings: RuntimeConfig) -> None:
+def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     import jax
 
     # If jax's C++ threads abort, each CPU process would write a core file of 300 MB.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     host = plan.coordinator_address.rsplit(":", 1)[0]
+    if on_cpu:
+        _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
         divert_c_stdout(os.devnull)  # gloo prints to stdout; setup_logging redirects it
     # Never use a proxy between processes of a job; gRPC would hang.
@@ -152,6 +155,22 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig) -> None:
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         shutdown_timeout_seconds=60,  # processes end at most the duration of a save apart
     )
+
+
+def _check_gloo_address(plan: JoinPlan) -> None:
+    """Reject a host whose name resolves to loopback: gloo would send this address to its peers."""
+    if plan.num_hosts <= 1:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return
+    if is_loopback(address):
+        raise ConfigError(
+            f"host {name} resolves its own name to the loopback address {address}, which CPU "
+            f"processes on other hosts would use. Remove this entry from /etc/hosts on {name}."
+        )
 
 
 def _wants_gpu() -> bool:

@@ -68,10 +68,21 @@ _ADVICE = (
         "then start the same command again: it resumes from the newest valid checkpoint there",
     ),
     (
+        ("File too large",),
+        "a file exceeds the limit of its file system or of `ulimit -f`: raise the limit, or choose "
+        "another disk (--run-dir), then start the same command again; committed checkpoints are "
+        "intact",
+    ),
+    (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices are out of memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
     (("MemoryError", "Cannot allocate memory", "std::bad_alloc"), HOST_MEMORY_ADVICE),
+    (
+        ("credentials have expired",),
+        "set the variables in the message to new credentials, then start the same command again; "
+        "committed checkpoints are intact. Credentials of a role, machine or pod renew themselves",
+    ),
     (
         _CONSEQUENCE,
         "if another process died or became unreachable first, its log has the cause",

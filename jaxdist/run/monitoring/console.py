@@ -27,6 +27,8 @@ _BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 _WIDTH_OF_ONE, _WIDTH_OF_MANY = 80, 120
 """Maximum width of a step line in columns: for one device, and for several devices."""
 _BUSY = 0.8
+_LONG_S = 60.0
+"""Shorter runs get no explanation, because they always spend most of their time on startup."""
 
 
 def plain(styled: str) -> str:
@@ -244,12 +246,28 @@ def _describe_trace(trace: Mapping[str, Any]) -> str:
 
 
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return lines that explain why devices had work in under 80 % of the step time."""
-    if (busy := summary.get("busy_share", 1.0)) >= _BUSY:
-        return []
-    data, host = summary.get("dry_data_share", 0.0), summary.get("dry_host_share", 0.0)
-    return wrap(
-        f"devices ran out of work in {percent(1 - busy)} of the step time: {percent(data)} waiting "
-        f"for data, {percent(host)} work on the host between dispatches",
-        84,
-    )
+    """Return lines that explain if devices had work, or steps took, under 80 % of the time."""
+    lines = []
+    busy = summary.get("busy_share", 1.0)
+    if busy < _BUSY:
+        data, host = summary.get("dry_data_share", 0.0), summary.get("dry_host_share", 0.0)
+        causes = [f"{percent(data)} waiting for data"]
+        causes.insert(data > host, f"{percent(host)} work on the host between dispatches")
+        advice = (
+            "tokenize the corpus once, or use a faster disk"
+            if data > host
+            else "log less often, or give the host more cores"
+        )
+        lines.append(
+            f"devices ran out of work in {percent(1 - busy)} of the step time: "
+            f"{', '.join(causes)} ({advice})"
+        )
+    steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)
+    if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:
+        compile_s = summary.get("compile_s", 0.0)
+        rest = max(0.0, wall_s - steps_s - compile_s)
+        lines.append(
+            f"steps took {percent(steps_s / wall_s)} of the time; compilation "
+            f"{percent(compile_s / wall_s)}; start, evaluation and saves {percent(rest / wall_s)}"
+        )
+    return [part for line in lines for part in wrap(line, 84)]

@@ -5,12 +5,16 @@ Names follow the Prometheus conventions: base units at the end, `_total` for cou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import socket
+import socketserver
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from wsgiref import simple_server
 
 logger = logging.getLogger("jaxdist")
 
@@ -25,6 +29,7 @@ _UNITS = (
     ("_c", "_celsius", 1.0),
     ("_mhz", "_hertz", 1e6),
 )
+_MAX_CONNECTIONS = 8
 _LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
@@ -32,7 +37,7 @@ class Prometheus:
     """An HTTP endpoint at host:port, numbers labeled `run`; a port in use only causes a warning."""
 
     def __init__(self, address: str, run: str):
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._run = run
         self._lock = threading.Lock()
@@ -45,7 +50,7 @@ class Prometheus:
         self._server: Any = None
         host, _, port = address.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+            self._server = _Server(host.strip("[]"), int(port))
         except OSError as failure:
             logger.warning(
                 "the Prometheus endpoint is off: %s cannot be used (%s). "
@@ -53,6 +58,10 @@ class Prometheus:
                 address,
                 failure.strerror,
             )
+            return
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
         """Store a step's metrics, and the number of `unit` so far, for the next scrape."""
@@ -115,6 +124,52 @@ class Prometheus:
             self._server.server_close()
             self._thread.join(timeout=5)
             self._server = None
+
+
+class _Handler(simple_server.WSGIRequestHandler):
+    """One request of at most `timeout` seconds."""
+
+    timeout = 5
+
+    def log_message(self, *_: Any) -> None:
+        """Do nothing: requests write no log lines."""
+
+
+class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
+    """Server with one thread per connection; it closes connections beyond `_MAX_CONNECTIONS`."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, unless there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection; end it after the handler's time-out, however often it sends."""
+        end = threading.Timer(_Handler.timeout, _hang_up, [request])
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Do nothing: a client that disconnects or stays silent causes no traceback."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
