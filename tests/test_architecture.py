@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_603,
-    "package code lines": 47_709,
-    "test lines": 47_116,
+    "package lines": 66_618,
+    "package code lines": 47_721,
+    "test lines": 47_133,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -2,8 +2,11 @@
 
 import logging
 import math
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
+ROOT = Path(__file__).parent.parent
 IDENTITY = Identity(
     run_id=run_id_of(1.0), name="run", settings={"train.steps": 4, "name": "x"}, directory="."
 )
@@ -197,6 +201,19 @@ def test_tensorboard_has_curves_and_config(tmp_path):
         if value.WhichOneof("value") == "tensor"
     ]
     assert len(texts) == 1 and "d_model = 8" in texts[0]
+
+
+def test_tensorboard_imports_no_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    program = (
+        "from jaxdist.run.monitoring.trackers import TensorBoard; TensorBoard('board').close(); "
+        "import torch"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.stderr.strip(), len(list((tmp_path / "board").iterdir()))) == ("imported", 1)
 
 
 def test_statistics_of_layers_are_one_event_and_a_curve_each(tmp_path):

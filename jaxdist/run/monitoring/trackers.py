@@ -15,10 +15,11 @@ import hashlib
 import logging
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -214,6 +215,19 @@ _MIRRORED_BYTES = 1 << 20
 """Size that ends a file on an object store, where each flush uploads the complete file."""
 
 
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Let imports of PyTorch fail: tensorboardX needs it for one annotation, which takes 3 s."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
 class TensorBoard:
     """Writes scalars and text of one start; TensorBoard hides earlier points from `first_step` on.
 
@@ -222,7 +236,8 @@ class TensorBoard:
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
-        from tensorboardX.event_file_writer import EventsWriter
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._path = locate(path)
