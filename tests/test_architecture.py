@@ -317,8 +317,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_618,
-    "package code lines": 47_721,
+    "package lines": 66_620,
+    "package code lines": 47_722,
     "test lines": 47_133,
     "two-way folder pairs": 0,
     "settings of a run": 161,
