@@ -143,7 +143,7 @@ def test_a_product_by_position_equals_the_plain_product(dims, shapes):
         ("fsdp=2,tp=2", False, "gpu", "plain"),  # positions are not scattered
         ("fsdp=4", True, "gpu", "plain"),
         ("fsdp=2,tp=2", True, "cpu", "cpu"),
-        ("pp=2,tp=2", True, "cpu", "plain"),  # stages defer gradients of weights
+        ("pp=2,tp=2", True, "cpu", "cpu"),
     ],
 )
 def test_the_product_depends_on_the_platform(mesh, sequence, platform, product):
