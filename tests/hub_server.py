@@ -205,7 +205,20 @@ def hub_in_use(folder: Path, monkeypatch) -> Iterator[Hub]:
         monkeypatch.chdir(folder)
         forget()
         yield server
+        # Else threads that prepare shards would download from the server of the next test.
+        server.stalled.clear()
+        server.is_down, server.fail_after = False, None
+        server.stopped.set()
+        finish_downloads()
         forget()
+
+
+def finish_downloads() -> None:
+    """Wait for the threads that download and tokenize shards ahead."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("shard "):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def is_large(file: Path) -> bool:

@@ -318,8 +318,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 SIZE_LIMITS = {
     "package lines": 66_620,
-    "package code lines": 47_722,
-    "test lines": 47_133,
+    "package code lines": 47_721,
+    "test lines": 47_161,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

@@ -3,6 +3,8 @@
 A local hub serves real files over HTTP. Every text has its own bytes, so rows identify their file.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ import pyarrow.parquet as parquet
 import pytest
 from commands import ROOT, run_here
 from data_cases import sharding_on, tar_members, write_tar
-from hub_server import Hub, hub_in_use
+from hub_server import Hub, finish_downloads, hub_in_use
 from launched_job import workers_of
 from refusals import refused
 
@@ -164,6 +166,18 @@ def test_processes_of_a_host_share_the_work(hub):
     assert len(read) == len(set(read)) >= 5
 
 
+def test_missing_shard_is_made_while_another_process_waits_for_it(hub):
+    dataset = opened()[0]
+    folder = dataset.streams[0]._folder
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        for number in range(NUM_FILES):  # as a process that found it missing at the same time
+            lock = stack.enter_context((folder / f"{number:06d}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        batches, _ = walk(dataset, 2)
+    assert len(batches) == 2
+
+
 def test_held_out_rows_are_the_end_of_the_first_file(hub):
     train, held_out = opened(eval_fraction=0.25)
     rows = held_out.rows(np.arange(held_out.num_rows))["tokens"]
@@ -302,6 +316,7 @@ def test_server_that_stays_down_is_an_error_and_a_resume_continues(hub, monkeypa
     monkeypatch.setenv("JAXDIST_CACHE", str(Path.cwd() / "second"))
     monkeypatch.setattr(hub_files, "RETRY_S", (0.05,))
     opened()
+    finish_downloads()
     hub.sent.clear()
     hub.fail_after = 3
     dataset = opened()[0]

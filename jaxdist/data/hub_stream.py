@@ -2,8 +2,8 @@
 
 A shard is a file of the data set at its commit, or a part of a Parquet or tar file; rows do not
 cross shards. The cache has the tokens of each shard in use, stream-KEY/000012, with a lock that
-its readers share. The first process of a host that locks a missing shard downloads and tokenizes
-it; the last one that no longer needs it deletes it.
+its readers share. The first process of a host that needs a missing shard downloads and tokenizes
+it, under another lock; the last one that no longer needs it deletes it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class StreamedPart:
         for path in self._folder.glob("*") if self._folder.exists() else ():
             number = path.name.lstrip(".").partition(".")[0]
             if number.isdigit() and int(number) not in kept and path.suffix != ".lock":
-                with self._lock(int(number)) as lock, contextlib.suppress(OSError):
+                with self._lock(number) as lock, contextlib.suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else in use
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -199,20 +199,20 @@ class StreamedPart:
             self._start()
             self._changed.notify_all()
 
-    def _lock(self, shard: int) -> TextIO:
-        return (self._folder / f"{shard:06d}.lock").open("w")
+    def _lock(self, name: str) -> TextIO:
+        return (self._folder / f"{name}.lock").open("w")
 
     def _open(self, shard: int) -> _Shard:
         """Return a shard with a shared lock, after downloading and tokenizing it if necessary."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, lock = self._folder / f"{shard:06d}", self._lock(shard)
+        path, lock = self._folder / f"{shard:06d}", self._lock(f"{shard:06d}")
         try:
-            flock(lock, fcntl.LOCK_SH)
-            while not (path / "corpus.json").exists():
-                flock(lock, fcntl.LOCK_EX)  # waits only while it is made or deleted
+            flock(lock, fcntl.LOCK_SH)  # from here on nobody deletes it
+            # An exclusive `lock` would wait until all readers end, who may wait for this process.
+            with self._lock(f"{shard:06d}.making") as making:
+                flock(making, fcntl.LOCK_EX)
                 if not (path / "corpus.json").exists():
                     self._make(self._files[shard], path)
-                flock(lock, fcntl.LOCK_SH)  # not atomic: it may be deleted in between
             rows, held_out = self._split(Corpus(path), 0.0 if shard else self._held)
             if self.counts[shard] not in (-1, rows.num_rows):
                 raise ConfigError(
