@@ -79,7 +79,11 @@ def init_state(
     )
     make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
+    # LLVM's level 3 takes three times as long for random bits, and the program runs once.
+    options = {"xla_backend_optimization_level": 2}
+    make = jax.jit(
+        make, static_argnums=0, donate_argnums=1, out_shardings=shardings, compiler_options=options
+    )
     return make(seed) if params is None else make(seed, params)
 
 
