@@ -59,7 +59,9 @@ def test_remaining_processes_have_time_to_report_except_after_a_kill(
 @pytest.mark.parametrize(
     ("cgroup", "file", "count"),
     [
-        ("4:memory:/old\n", "", 0),  # version 1
+        ("4:memory:/old\n0::/\n", "", 0),
+        ("4:memory:/old\n0::/\n", "/sys/fs/cgroup/memory/old/memory.oom_control", 5),
+        ("4:memory:/old\n0::/\n", "/sys/fs/cgroup/memory/memory.oom_control", 5),
         ("0::/\n", "", 0),  # the root has no such file
         ("0::/\n", "/sys/fs/cgroup/memory.events", 5),
         ("0::/a/b\n", "/sys/fs/cgroup/a/b/memory.events", 5),

@@ -35,14 +35,17 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this cgroup (version 2) the kernel killed for lack of memory."""
+    """Return how many processes of this cgroup the kernel killed for lack of memory."""
     with contextlib.suppress(OSError):
-        group = re.search(r"^0::/(.*)$", locate("/proc/self/cgroup").text(), re.MULTILINE)
-        # In a container the group is the root, or a path on the host that does not exist here.
-        for name in (group[1], "") if group else ():
-            with contextlib.suppress(OSError):
-                events = locate(os.path.join("/sys/fs/cgroup", name, "memory.events")).text()
-                return int(re.findall(r"^oom_kill (\d+)$", events, re.MULTILINE)[0])
+        groups = locate("/proc/self/cgroup").text()
+        for controller, file in (("memory", "memory.oom_control"), ("", "memory.events")):
+            group = re.search(rf"^\d+:{controller}:/(.*)$", groups, re.MULTILINE)
+            # In a container the group is the root, or a path on the host that does not exist here.
+            for name in (group[1], "") if group else ():
+                with contextlib.suppress(OSError):
+                    events = locate(os.path.join("/sys/fs/cgroup", controller, name, file)).text()
+                    if kills := re.findall(r"^oom_kill (\d+)$", events, re.MULTILINE):
+                        return int(kills[0])
     return 0
 
 
