@@ -366,7 +366,7 @@ class DataConfig:
         of_unknown_size = [
             source
             for source, limit in zip(self.sources, passes, strict=False)
-            if limit < math.inf and (is_custom(source) or self._is_streamed(source))
+            if limit < math.inf and (is_custom(source) or (self.streaming and is_hub_set(source)))
         ]
         if of_unknown_size:
             problems.append(
@@ -374,9 +374,6 @@ class DataConfig:
                 "(your own rows, or data.streaming). Use - as its limit."
             )
         return problems
-
-    def _is_streamed(self, source: str) -> bool:
-        return self.streaming and is_hub_set(source)
 
     def _mixture_problem(self, name: str, weights: list[float]) -> str:
         if not weights:

@@ -133,7 +133,8 @@ class LoraConfig:
     def problems(self) -> list[str]:
         """Return error messages for invalid settings and combinations in this section."""
         if not self.rank:
-            changed = [f.name for f in dataclasses.fields(self) if _is_changed(self, f)]
+            default = vars(LoraConfig())
+            changed = [name for name, value in vars(self).items() if value != default[name]]
             return [
                 f"lora.{name}={getattr(self, name)!r} without lora.rank: there are no adapters. "
                 f"Set lora.rank, e.g. 16, or leave out lora.{name}."
@@ -229,10 +230,6 @@ class LoraConfig:
     def scale(self, rank: int) -> float:
         """Return the factor of an adapter of a rank (rsLoRA: Kalajdzievski 2023, theorem 3.2)."""
         return self.alpha / (math.sqrt(rank) if self.variant == "rslora" else rank)
-
-
-def _is_changed(config: LoraConfig, field: Any) -> bool:
-    return getattr(config, field.name) != getattr(LoraConfig(), field.name)
 
 
 def products_of(model: DecoderConfig) -> dict[str, Product]:

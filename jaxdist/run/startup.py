@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shlex
 from typing import Any, TypeAlias
 
@@ -182,8 +183,8 @@ def restore_or_init(
     return state, step, loader
 
 
-_SHAPING = ("model.", "lora.", "optim.", "precision.")
-"""Settings on which the arrays of a checkpoint depend; numbers such as rates are not integers."""
+_SHAPING = r"(model|lora)\.|optim\.(optimizer|freeze|groups|moment)|precision\.(compute|matmul)"
+"""Starts of settings on which the arrays of a checkpoint depend, unless their type is float."""
 
 
 def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
@@ -196,7 +197,7 @@ def _with_settings(error: MismatchError, parts: Parts, run: str) -> ConfigError:
     causes = {
         name: pair
         for name, pair in changed.items()
-        if name.startswith(_SHAPING) and "not set" not in pair and not isinstance(pair[0], float)
+        if re.match(_SHAPING, name) and "not set" not in pair and not isinstance(pair[0], float)
     }
     if not causes:
         return error

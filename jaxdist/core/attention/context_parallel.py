@@ -78,7 +78,8 @@ def plan_exchange(
     the axis share a node. `has_stages`: the layers run in a pipeline. Raises `ConfigError` if the
     exchange that `setting` names is impossible.
     """
-    fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
+    both = [n for n in range(1, size + 1) if size % n == 0 and heads % n == 0]
+    fits = [n for n in both if kv_heads % n == 0 or n % kv_heads == 0]
     # Exchanges between pairs need a ring of even length.
     rings = [n for n in fits if not has_stages or size // n == 1 or size // n % 2 == 0]
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
@@ -132,10 +133,6 @@ def _choose(
     if 1 in rings:
         return "ring", "keys and values are sent while earlier ones are multiplied"
     return "all_gather", _NEEDS["ring"]
-
-
-def _can_share(n: int, heads: int, kv_heads: int) -> bool:
-    return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
 
 def make_attend_to_shared(
