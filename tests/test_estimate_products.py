@@ -36,6 +36,13 @@ def test_best_gemm_rates_match_measurements(name, tflops):
     assert achieved_tflops(GPUS[name]) == pytest.approx(tflops, rel=0.12)
 
 
+def test_results_are_written_at_memory_bandwidth():
+    """A short inner dimension costs less if memory is fast relative to the matrix units."""
+    h100, h200, a100 = (products.half_inner(GPUS[name]) for name in ("h100", "h200", "a100-80"))
+    assert h100 / h200 == pytest.approx(4.8 / 3.35, rel=0.01)
+    assert 0.5 < a100 / h100 < 0.55  # 312 and 989 TFLOP/s, 2.04 and 3.35 TB/s
+
+
 def test_only_geforce_cards_exceed_their_boost_clock():
     clocks = {
         name: products.clock(gpu, gpu.peak_flops["float16"], "float16", 0.5)

@@ -21,6 +21,7 @@ from jaxdist.core.parallel.pipeline.virtual_stages import (
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array, Model, Params
 from jaxdist.core.weights import GROUPS, merged, trained
+from jaxdist.runtime.backend import xla_flag_names
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +81,8 @@ def init_state(
     make = make_state(model, optimizer, loss_scale, offload=offload, copies=copies)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     # LLVM's level 3 takes three times as long for random bits, and the program runs once.
-    options = {"xla_backend_optimization_level": 2}
+    level = "xla_backend_optimization_level"
+    options = {} if level in xla_flag_names() else {level: 2}
     make = jax.jit(
         make, static_argnums=0, donate_argnums=1, out_shardings=shardings, compiler_options=options
     )

@@ -133,8 +133,7 @@ class LoraConfig:
     def problems(self) -> list[str]:
         """Return error messages for invalid settings and combinations in this section."""
         if not self.rank:
-            default = vars(LoraConfig())
-            changed = [name for name, value in vars(self).items() if value != default[name]]
+            changed = [n for n, value in vars(self).items() if value != getattr(LoraConfig(), n)]
             return [
                 f"lora.{name}={getattr(self, name)!r} without lora.rank: there are no adapters. "
                 f"Set lora.rank, e.g. 16, or leave out lora.{name}."

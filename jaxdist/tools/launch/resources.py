@@ -42,10 +42,9 @@ def count_oom_kills() -> int:
             group = re.search(rf"^\d+:{controller}:/(.*)$", groups, re.MULTILINE)
             # In a container the group is the root, or a path on the host that does not exist here.
             for name in (group[1], "") if group else ():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, IndexError):  # old kernels do not count
                     events = locate(os.path.join("/sys/fs/cgroup", controller, name, file)).text()
-                    if kills := re.findall(r"^oom_kill (\d+)$", events, re.MULTILINE):
-                        return int(kills[0])
+                    return int(re.findall(r"^oom_kill (\d+)$", events, re.MULTILINE)[0])
     return 0
 
 
