@@ -82,6 +82,18 @@ def test_processes_join_and_process_0_lists_all_devices():
         assert all(row[2:] == ["0-1", "cpu", "-"] for row in rows)
 
 
+def test_processes_wait_for_a_late_one_before_they_leave():
+    """Process 0 may export a large model; jax aborts all if its own barrier times out."""
+    body = """
+        import jax
+        start, limit = jax.distributed.initialize, {"shutdown_timeout_seconds": 1}
+        jax.distributed.initialize = lambda *args, **named: start(*args, **named | limit)
+        runtime.join()
+        time.sleep(0 if INDEX else 3)
+    """
+    assert Processes(body).end()[0] == [0, 0]
+
+
 SEND = "lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.SIGNAL)"
 
 

@@ -153,7 +153,6 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
         coordinator_bind_address=bind_address,
         initialization_timeout=settings.join_timeout_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
-        shutdown_timeout_seconds=60,  # processes end at most the duration of a save apart
     )
 
 

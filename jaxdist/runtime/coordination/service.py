@@ -15,6 +15,7 @@ from typing import Any
 
 _MODULE = "jax._src.distributed"
 _ROOT = "jaxdist/"
+_LEAVE_MS = 3_600_000  # process 0 may still export a large model
 
 
 def is_joined() -> bool:
@@ -99,6 +100,8 @@ def leave() -> None:
     """Wait until all processes call this, then disconnect; do nothing if alone."""
     state = _state()
     if state is not None:
+        # If a process is late at the barrier in `shutdown`, jax aborts all of them.
+        state.client.wait_at_barrier(f"{_ROOT}leave", _LEAVE_MS)
         state.shutdown()
 
 
