@@ -286,6 +286,20 @@ def test_a_host_with_a_stop_request_is_not_awaited(world):
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
 
+def test_a_host_that_finishes_after_a_stop_request_has_done_its_part(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    hosts[2].group.request_stop()  # in the last step: its processes finish instead of leaving
+    world.run(2)
+    for h in hosts:
+        h.ends(0)
+    hosts[2].agent.close(0, int(signal.SIGTERM))
+    world.kill(2)
+    clock = iter([0, 16, 32])  # the heartbeat of host 2 is lost after the first read
+    no_stop = lambda: setattr(world.clock, "now", world.clock.now + next(clock)) or 0
+    assert all(h.agent.all_hosts_done(no_stop) for h in hosts[:2])
+
+
 def test_a_failed_member_ends_the_round_after_the_timeout(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)

@@ -163,9 +163,9 @@ class ElasticAgent:
         self._forward_stop(group, hosts, current)
 
     def on_group_end(self, result: GroupResult) -> None:
-        """Publish how this host's processes ended, unless the host is leaving."""
-        if self.rendezvous.own.state == "running":
-            ends = {runtime.EXIT_OK: "done", runtime.EXIT_PREEMPTED: "saved"}
+        """Publish how this host's processes ended; a leaving host only if they finished."""
+        ends = {runtime.EXIT_OK: "done", runtime.EXIT_PREEMPTED: "saved"}
+        if self.rendezvous.own.state == "running" or result.exit_code == runtime.EXIT_OK:
             self.rendezvous.publish(state=ends.get(result.exit_code, "failed"))
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
