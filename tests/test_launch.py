@@ -323,6 +323,17 @@ def test_output_reaches_the_console_when_the_disk_is_full(tmp_path):
     assert err.count(os.strerror(errno.ENOSPC)) == 1
 
 
+def test_a_full_console_ends_neither_processes_nor_restarts(tmp_path):
+    program = f"--program={sys.executable} -c 'print(1); print(2); exit(3)'"
+    command = ["-m", "jaxdist.launch", f"--run-dir={tmp_path}", "--max-restarts=1", program]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *command], stdout=full, stderr=full)
+    assert done.returncode == 3
+    for attempt in range(2):
+        log = tmp_path / "logs" / f"attempt-{attempt}-process-0.out"
+        assert log.read_text() == "1\n2\n"
+
+
 def test_missing_program_prints_one_error_line(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "attempt-0-process-0.error.json").write_text("{}")

@@ -4,9 +4,16 @@ The launcher imports no jax: it holds no device and starts within a second. `mem
 and `fork_server` start child processes that do.
 """
 
+import contextlib
 import sys
 
 
 def log(text: str) -> None:
     """Write one line to stderr, after the launcher's name."""
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    write(f"launch: {text}")
+
+
+def write(text: str) -> None:
+    """Write a text to stderr; a full disk or a closed terminal must not end the job."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -25,7 +25,6 @@ import dataclasses
 import random
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.local.store import read_lineage
 from jaxdist.runtime.storage import Location, locate, remove_empty
 from jaxdist.settings import ConfigError
-from jaxdist.tools.launch import log
+from jaxdist.tools.launch import log, write
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.fork_server import ForkServer, Process
 from jaxdist.tools.launch.resources import count_gpus, free_port
@@ -190,7 +189,7 @@ class Supervisor:
                 return code
             if result.exit_code in (runtime.EXIT_OK, runtime.EXIT_PREEMPTED):
                 continue  # other hosts still run, or the membership changes: no failure
-            print(result.report(), file=sys.stderr, flush=True)
+            write(result.report())
             # After a fallback, new checkpoints have lower steps than the corrupt one: compare
             # versions too.
             saved = self.checkpoints()
@@ -204,10 +203,8 @@ class Supervisor:
                 )
                 return result.exit_code
             newest = max(checkpoints, default=-1)
-            if (
-                not self._wait_before_restart(self._failures, newest)
-                or not self._wait_for_run_dir()
-            ):
+            has_waited = self._wait_before_restart(self._failures, newest)
+            if not (has_waited and self._wait_for_run_dir()):
                 return 128 + self.stop_signal if self.stop_signal else result.exit_code
 
     def _run_group(self, attempt: int, placement: Placement) -> GroupResult:
@@ -261,10 +258,10 @@ class Supervisor:
             return runtime.EXIT_PREEMPTED
         if result.exit_code in runtime.FINAL_CODES:
             if not result.already_printed:
-                print(result.report(), file=sys.stderr, flush=True)
+                write(result.report())
             return result.exit_code
         if self.stop_signal:
-            print(result.report(), file=sys.stderr, flush=True)
+            write(result.report())
             return 128 + self.stop_signal
         return None
 
@@ -305,14 +302,10 @@ class Supervisor:
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        again = self.stop_signal != 0
-        self.stop_signal = number
-        if self.group is None:
-            return
-        if number == signal.SIGINT and again:
-            self.group.kill()
-        else:
-            self.group.request_stop()
+        is_second, self.stop_signal = self.stop_signal != 0, number
+        if self.group is not None:
+            kills = number == signal.SIGINT and is_second
+            (self.group.kill if kills else self.group.request_stop)()
 
 
 def _is_here(directory: Location) -> bool:
