@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -173,6 +175,30 @@ def test_fork_is_an_independent_process(server):
     assert running.poll() is None and running.returncode is None
     os.killpg(running.pid, signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL and output.read() == ""
+
+
+def test_a_stop_request_may_interrupt_a_poll_that_reads_the_end_of_a_fork(server):
+    done, _ = start(server, "0")
+    whole, nested = server._socket, []
+
+    def recv(*args):
+        if not nested:  # as the handler of a signal that arrives before `recv`
+            nested.append(True)
+            done.poll()
+        return whole.recv(*args)
+
+    whole.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 10**5))
+    server._socket = SimpleNamespace(fileno=whole.fileno, recv=recv, close=whole.close)
+    wait_until(lambda: done.poll() is not None)
+    assert done.returncode == 0 and not server.is_gone()
+
+
+def test_a_signal_to_a_process_whose_end_is_not_reported_yet_is_dropped():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    worker = object.__new__(worker_group.Worker)
+    worker.process = SimpleNamespace(pid=ended.pid, poll=lambda: None)
+    worker.signal(signal.SIGTERM)
 
 
 def test_forks_end_with_their_server_and_no_more_are_started(server):

@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -31,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from jaxdist import runtime
@@ -129,9 +129,11 @@ class ForkServer:
 
     def _read(self, wait_s: float | None) -> None:
         """Wait up to `wait_s` seconds (None: no limit) for a message; read all that arrived."""
-        while not self._gone and select.select([self._socket], [], [], wait_s)[0]:
+        while not self._gone and wait([self._socket], wait_s):
             try:
-                message = self._socket.recv(_MESSAGE_BYTES)
+                message = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:  # a signal handler of the launcher has read it
+                return
             except OSError:
                 message = b""
             record = json.loads(message or '{"gone": true}')
@@ -163,8 +165,7 @@ class Forked:
         """Wait for the end and return the exit code."""
         if self.returncode is None:
             self.returncode = self._server.code_of(self.pid, None)
-        assert self.returncode is not None  # the fork has ended
-        return self.returncode
+        return int(self.returncode)
 
 
 Process = subprocess.Popen[bytes] | Forked

@@ -104,15 +104,14 @@ class Worker:
     def signal(self, number: int) -> None:
         """Send a signal to the process only; it stops its data workers itself."""
         if self.process.poll() is None:
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # ended: the fork server reports it soon
+                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill the process and all processes in its session."""
         self.killed = self.killed or self.process.poll() is None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     def finish(self) -> None:
         """Wait until the process has ended, and at most 2 s until its last output is written."""
@@ -122,11 +121,9 @@ class Worker:
 
     def error_record(self) -> dict[str, Any] | None:
         """Return the record that `runtime.run_command` wrote of the failure; None without one."""
-        try:
-            record: dict[str, Any] = self.error_file.json()
-        except (OSError, ValueError):
-            return None
-        return record
+        with contextlib.suppress(OSError, ValueError):
+            return dict(self.error_file.json())
+        return None
 
     @property
     def has_begun(self) -> bool:
