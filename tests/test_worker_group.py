@@ -1,5 +1,6 @@
 """The processes of one attempt, and forks of one with preloaded imports: how they end."""
 
+import errno
 import json
 import os
 import signal
@@ -199,6 +200,15 @@ def test_a_signal_to_a_process_whose_end_is_not_reported_yet_is_dropped():
     worker = object.__new__(worker_group.Worker)
     worker.process = SimpleNamespace(pid=ended.pid, poll=lambda: None)
     worker.signal(signal.SIGTERM)
+
+
+def test_a_host_that_can_start_no_process_is_a_failure_and_no_bad_setting(tmp_path, monkeypatch):
+    def start(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(worker_group.subprocess, "Popen", start)
+    result = run(tmp_path, "true")
+    assert result.exit_code == 1 and os.strerror(errno.EAGAIN) in result.report()
 
 
 def test_forks_end_with_their_server_and_no_more_are_started(server):

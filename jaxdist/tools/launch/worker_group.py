@@ -323,9 +323,10 @@ class WorkerGroup:
                 self.workers.append(self._start(command, local_process_id))
         except OSError as failure:
             self.kill()
-            raise ConfigError(
-                f"{command[0]} cannot be started: {failure.strerror}. Check --program."
-            ) from None
+            problem = f"{command[0]} cannot be started: {failure.strerror}"
+            if failure.filename == command[0]:
+                raise ConfigError(f"{problem}. Check --program.") from None
+            self._abort_cause = problem  # the host lacks processes or files; a restart may help
 
     @property
     def is_stopping(self) -> bool:
@@ -410,7 +411,7 @@ class WorkerGroup:
 
     def _result(self) -> GroupResult:
         codes = [worker.process.returncode for worker in self.workers]
-        if not any(_is_failure(code) for code in codes):
+        if len(codes) == self.placement.nproc_per_node and not any(map(_is_failure, codes)):
             code = runtime.EXIT_PREEMPTED if any(codes) else runtime.EXIT_OK
             return GroupResult(exit_code=code, attempt=self.attempt)
         if self._abort_cause:
