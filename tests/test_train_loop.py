@@ -120,6 +120,18 @@ def test_finished_run_does_not_train():
     assert session.calls == ["start 2", "finish"]
 
 
+def test_last_state_is_saved_over_a_corrupt_checkpoint_of_its_step():
+    """The checkpointer skips the save if the existing checkpoint is valid."""
+    space, forced = types.SimpleNamespace, []
+    session = space(
+        config=space(train=space(steps=2), eval=space(final_max_batches=0, sample="never")),
+        guard=space(skipped=0), checkpointer=space(steps=lambda: [1, 2]), step=2,
+        evaluate=lambda count: {}, save=lambda metrics, force: forced.append(force),
+        run=space(path="run"), parts=space(model=space(decoding=None)), _end=lambda *args: 0,
+    )  # fmt: skip
+    assert Session.finish(session) == 0 and forced == [True]
+
+
 def test_all_actions_due_on_one_step_are_done():
     saves = CheckpointConfig(save_interval_steps=4, save_interval_minutes=0)
     space = types.SimpleNamespace

@@ -439,8 +439,7 @@ class Session:
             self.reporter.stop_skipping(self.step)
         evaluated = self.evaluate(self.config.eval.final_max_batches)
         with waiting("saving the last state"):
-            if self.step not in self.checkpointer.steps():
-                self.save(evaluated, force=True)
+            self.save(evaluated, force=True)  # skipped if a valid checkpoint has it
         if self.config.eval.sample == "end" and self.step >= MIN_STEPS:
             self.sample()
         run = shlex.quote(str(self.run.path))
