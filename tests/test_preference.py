@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from jaxdist.data import DataConfig, open_datasets
 from jaxdist.models.adapters import LoraConfig
 from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.objectives.preference import BASELINE, REFERENCE, Preference
+from jaxdist.run import reference as reference_cache
 from jaxdist.settings import problems_of
 
 ROWS, SEQ, VOCAB = 16, 24, 96
@@ -439,3 +441,17 @@ def test_all_weights_learn_from_values_of_their_start(tmp_path, monkeypatch, cap
             tmp_path, "run", "dpo", *flags[1:], f"--init-from {other}", "--train.steps 30",
             leave=sizes,
         )  # fmt: skip
+
+
+def test_jobs_that_share_a_cache_may_compute_the_same_reference(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path))
+    monkeypatch.setattr(reference_cache, "_computed", lambda *_: np.ones((1, 3), np.float32))
+    rows = dataclasses.make_dataclass("Rows", ["parts", "fields", "fingerprint"])([], {}, "rows")
+    plan = types.SimpleNamespace(compute_dtype="float32")
+    one_job = lambda: reference_cache._with_columns(types.SimpleNamespace(plan=plan), {}, "", rows)
+    jobs = iter([one_job, lambda: None])
+    save = np.save  # the other job writes the file at the same time
+    monkeypatch.setattr(np, "save", lambda *args: (save(*args), next(jobs)()))
+    one_job()
+    (file,) = tmp_path.glob("*/*")
+    assert np.load(file).shape == (1, 3)

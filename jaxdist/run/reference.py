@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import logging
 from typing import Any
@@ -27,6 +28,7 @@ from jaxdist.objectives.preference import mismatched
 from jaxdist.run.setup import Parts
 from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import Progress
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
@@ -84,10 +86,8 @@ def _with_columns(parts: Parts, params: Params, digest: str, dataset: Dataset) -
         values = np.load(path)
     else:
         values = _computed(parts, params, dataset, names)
-        partial = path.with_name(f"{path.name}.{jax.process_index()}")
-        with partial.open("wb") as file:
-            np.save(file, values)
-        partial.replace(path)
+        np.save(content := io.BytesIO(), values)
+        locate(path).write(content.getbuffer())  # other jobs may write the same file
     new, start = [], 0
     for part in dataset.parts:
         end = start + part.num_rows
