@@ -180,16 +180,16 @@ def test_fork_is_an_independent_process(server):
 
 def test_a_stop_request_may_interrupt_a_poll_that_reads_the_end_of_a_fork(server):
     done, _ = start(server, "0")
-    whole, nested = server._socket, []
+    channel, nested = server._socket, []
 
     def recv(*args):
         if not nested:  # as the handler of a signal that arrives before `recv`
             nested.append(True)
             done.poll()
-        return whole.recv(*args)
+        return channel.recv(*args)
 
-    whole.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 10**5))
-    server._socket = SimpleNamespace(fileno=whole.fileno, recv=recv, close=whole.close)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 10**5))
+    server._socket = SimpleNamespace(fileno=channel.fileno, recv=recv, close=channel.close)
     wait_until(lambda: done.poll() is not None)
     assert done.returncode == 0 and not server.is_gone()
 
