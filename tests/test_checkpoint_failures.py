@@ -1,6 +1,7 @@
 """Saves that fail and second runs damage no existing checkpoint."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -27,7 +28,7 @@ from jaxdist.checkpoint import (
     save,
 )
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, Locked, locate
 
 
 def untouched(run, pristine) -> None:
@@ -320,6 +321,22 @@ def test_a_lock_holder_on_another_host_is_watched_for_heartbeats(tmp_path, monke
     )
     with refused(tmp_path, "process 1 on elsewhere", "--run-dir"):
         Checkpointer(tmp_path, CheckpointConfig())
+
+
+@pytest.mark.parametrize("beats", [0, 1])
+def test_the_lock_of_a_lost_host_is_awaited(tmp_path, monkeypatch, beats):
+    """A file server (NFS) keeps it for a while. The lock file of a live host changes."""
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.1)
+    open_file, answers = Location.lock, iter(range(2))
+
+    def locked(path):
+        if (number := next(answers, None)) is None:
+            return open_file(path)
+        raise Locked(json.dumps({"boot": "another", "beat": beats * number}).encode())
+
+    monkeypatch.setattr(Location, "lock", locked)
+    with refused(tmp_path, "--run-dir") if beats else contextlib.nullcontext():
+        Checkpointer(tmp_path, CheckpointConfig()).close()
 
 
 def test_the_lock_holder_writes_heartbeats(tmp_path, monkeypatch):

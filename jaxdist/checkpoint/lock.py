@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.runtime.progress import in_time
+from jaxdist.runtime.progress import in_time, waiting
 from jaxdist.runtime.storage import Location, Locked, LockFile, locate
 from jaxdist.settings import ConfigError
 
@@ -37,7 +37,7 @@ class DirectoryLock:
         self._directory = directory
         self._log = log
         self._file: LockFile | None = None
-        self._before: bytes | None = None  # content of the lock file; None: no file existed
+        self._before: bytes | None = None  # content of the lock file; None: none
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._lost = ""
@@ -60,10 +60,8 @@ class DirectoryLock:
         if path.path in _held:
             raise self._refusal(self._record)
         try:
-            has_file = path.exists()
-            file = path.lock()
-        except Locked as refused:
-            raise self._refusal(_parsed(refused.holder)) from None
+            with waiting(f"waiting for the lock of {self._directory}"):
+                file = self._locked(path)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint directory {self._directory} cannot be written "
@@ -71,7 +69,7 @@ class DirectoryLock:
             ) from error
         try:
             content = file.read()
-            self._before = content if content or has_file else None
+            self._before = content or None
             self._reject_living_holder(file)
             if not file.is_exclusive:  # a conditional write: only one of two runs succeeds
                 file.write(self._content())
@@ -121,6 +119,21 @@ class DirectoryLock:
         elif not self._lost and self._before is not None:
             self._file.write(self._before)
 
+    def _locked(self, path: Location) -> LockFile:
+        """Return the locked file; a file server may keep the lock of a lost host for 90 s (NFS)."""
+        first: dict[str, Any] = {}
+        until = time.monotonic() + 12 * HEARTBEAT_S
+        while True:
+            try:
+                return path.lock()
+            except Locked as refused:
+                holder = _parsed(refused.holder)
+            first = first or holder
+            is_elsewhere = holder.get("boot", self._record["boot"]) != self._record["boot"]
+            if not is_elsewhere or holder != first or time.monotonic() > until:
+                raise self._refusal(holder)
+            time.sleep(HEARTBEAT_S / 10)
+
     def _reject_living_holder(self, file: LockFile) -> None:
         """Raise `ConfigError` if the holder that the lock file names is alive; may wait 30 s."""
         holder = _parsed(file.read())
@@ -130,7 +143,7 @@ class DirectoryLock:
         # Containers on one machine share the boot id but not the process ids.
         here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
         pid = holder.get("pid", 0)
-        may_live = not here or (not file.is_exclusive and _is_alive(pid))
+        may_live = not here or (not file.is_exclusive and os.path.exists(f"/proc/{pid}"))
         # The process id may be reused, and a stopped holder may not notice that it lost the lock.
         if here and may_live and self._directory.is_local and pid != os.getpid():
             raise self._refusal(holder)
@@ -185,14 +198,6 @@ def _beats(file: LockFile, before: dict[str, Any]) -> bool:
         if _parsed(file.read()) != before:
             return True
     return False
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def _boot_id() -> str:

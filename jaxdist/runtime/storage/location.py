@@ -111,18 +111,16 @@ class Location(os.PathLike[str]):
 
     def exists(self) -> bool:
         """Return whether the path exists; raises if a file server cannot be reached."""
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return True
+        return False
 
     def is_directory(self) -> bool:
         """Return whether a directory (on an object store: any object below) exists."""
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return stat.S_ISDIR(os.stat(self.path).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return False
 
     def size(self) -> int:
         """Return the size of the file in bytes."""
@@ -130,10 +128,9 @@ class Location(os.PathLike[str]):
 
     def version(self) -> int:
         """Return the time of the last write in ns; 0 if missing or unreachable."""
-        try:
+        with contextlib.suppress(OSError):
             return os.stat(self.path).st_mtime_ns
-        except OSError:
-            return 0
+        return 0
 
     def free_bytes(self) -> int:
         """Return the free space for new files of this user, in bytes."""
@@ -323,10 +320,9 @@ class LockFile:
 
     def read(self) -> bytes:
         """Return the content; b"" if it cannot be read."""
-        try:
+        with contextlib.suppress(OSError):
             return os.pread(self._descriptor, 4096, 0)
-        except OSError:
-            return b""
+        return b""
 
     def write(self, data: bytes) -> None:
         """Replace the content in place, because a new file would not be locked."""

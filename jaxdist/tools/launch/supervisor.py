@@ -309,7 +309,6 @@ class Supervisor:
 
 
 def _is_here(directory: Location) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return directory.is_directory()
-    except OSError:
-        return False
+    return False
