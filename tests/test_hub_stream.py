@@ -4,6 +4,7 @@ A local hub serves real files over HTTP. Every text has its own bytes, so rows i
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -130,6 +131,15 @@ def test_resume_on_another_mesh_reads_only_the_current_buffers(hub, monkeypatch,
         assert len(read) <= 2 * BUFFER < NUM_FILES
 
 
+def test_rows_after_a_rollback_are_the_same_again(hub):
+    undisturbed, _ = walk(opened()[0], 24)
+    dataset = opened()[0]
+    _, state = walk(dataset, 3)
+    walk(dataset, 20, start=resume_position(state, dataset, seed=3))  # opens further shards
+    again, _ = walk(dataset, 21, start=resume_position(state, dataset, seed=3))
+    assert [digest for _, digest in again] == [digest for _, digest in undisturbed[3:]]
+
+
 def test_disk_holds_two_buffers_and_no_downloads(hub):
     sizes, raw = [], []
     dataset = opened()[0]
@@ -176,6 +186,19 @@ def test_missing_shard_is_made_while_another_process_waits_for_it(hub):
             fcntl.flock(lock, fcntl.LOCK_SH)
         batches, _ = walk(dataset, 2)
     assert len(batches) == 2
+
+
+def test_shards_in_use_are_kept_on_nfs(hub, monkeypatch):
+    def of_nfs(file, kind, lock=fcntl.flock):  # as nfs4_proc_lock of Linux
+        if kind & fcntl.LOCK_SH and not file.readable():
+            raise OSError(errno.EBADF, "not open for reading")
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    used, other = (opened()[0].streams[0] for _ in range(2))
+    used.count(0)
+    other.keep([1])
+    assert (used._folder / "000000" / "corpus.json").exists()
 
 
 def test_held_out_rows_are_the_end_of_the_first_file(hub):

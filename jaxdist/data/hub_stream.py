@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 
@@ -130,8 +130,8 @@ class StreamedPart:
 
     def count(self, shard: int) -> int:
         """Return the number of training rows of a shard; tokenize it if the number is unknown."""
-        if self.counts[shard] < 0:
-            self._get(shard)
+        if self.counts[shard] < 0:  # also of a shard that was opened before a rollback
+            self.counts[shard] = self._get(shard).rows.num_rows
         return self.counts[shard]
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
@@ -192,15 +192,14 @@ class StreamedPart:
             made = error
         with self._changed:
             self._busy.discard(shard)
-            if isinstance(made, Exception):
-                self._errors[shard] = made
-            else:
-                self._ready[shard] = made
+            done: dict[int, Any] = self._errors if isinstance(made, Exception) else self._ready
+            done[shard] = made
             self._start()
             self._changed.notify_all()
 
     def _lock(self, name: str) -> TextIO:
-        return (self._folder / f"{name}.lock").open("w")
+        # NFS grants shared locks only on files that may be read.
+        return (self._folder / f"{name}.lock").open("w+")
 
     def _open(self, shard: int) -> _Shard:
         """Return a shard with a shared lock, after downloading and tokenizing it if necessary."""
