@@ -88,18 +88,18 @@ class GenerateConfig(CheckpointSettings, TextSettings):
         from jaxdist.data.files import kind_of
 
         start = [{"role": "system", "content": self.system}] if self.system else []
-        prompts = list(self.prompt) or ["\n"]
-        records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(prompts, 1)]
+        records = [({"prompt": x}, f"prompt {n}") for n, x in enumerate(self.prompt or ["\n"], 1)]
         if kind_of(Path(self.prompt_file)) in ("lines", "parquet"):
-            read = read_records(Path(self.prompt_file), ["prompt", "messages"])
-            records = [(record.value, record.source) for record in read]
+            is_other = lambda name: name not in ("prompt", "messages")
+            file = Path(self.prompt_file)
+            records = [(one.value, one.source) for one in read_records(file, [], is_other)]
         elif self.prompt_file:
             text = "".join(piece.text for piece in read_pieces(Path(self.prompt_file), "prompt"))
             lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
             records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(lines, 1)]
         for record, origin in records:
             try:
-                if self.chat and "messages" in record:
+                if self.chat and record.get("messages"):
                     messages = checked_messages(record, answered=False)
                     yield {**record, "messages": [*start, *messages]}
                 elif isinstance(record.get("prompt"), str):

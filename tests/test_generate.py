@@ -7,6 +7,8 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from data_cases import open_text, write_text
 from decoders import FAMILIES, logits_of, random_params, random_tokens
@@ -176,6 +178,15 @@ def test_prompt_file_has_one_prompt_per_line(tmp_path):
     assert config.problems() == []
     (problem,) = dataclasses.replace(config, prompt=("fourth",)).problems()
     assert f"prompt_file={str(file)!r}" in problem
+
+
+def test_parquet_has_prompts_or_conversations(tmp_path):
+    file, messages = tmp_path / "asks.parquet", [{"role": "user", "content": "hi"}]
+    config = GenerateConfig(run="none", prompt_file=str(file), chat=True)
+    both = {"prompt": ["hi", None], "messages": [None, messages]}
+    for columns in ({"prompt": ["hi"]}, {"messages": [messages]}, both):
+        parquet.write_table(pa.table(columns), file)
+        assert {str(one["messages"]) for one in config.requests()} == {str(messages)}
 
 
 class Utf8:
