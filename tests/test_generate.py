@@ -78,6 +78,17 @@ def test_every_row_continues_from_the_end_of_its_own_prompt(case):
     assert generate_tokens(case, temperature=0.0) == expected
 
 
+def test_equal_batches_have_other_samples(case):
+    model, params, prompts, _ = case
+    layout = Layout(mesh=MeshSpec().build(jax.devices()[:1]))
+    sampling = TextSettings(temperature=1.0)
+    decoder = Decoder(model, params, layout, plan_of(model, layout), sampling)
+    first, second = (list(decoder.tokens(prompts, max_new_tokens=6)) for _ in range(2))
+    assert first != second and [*zip(*first, strict=True)] == [
+        tuple(row) for row in generate_tokens(case, temperature=1.0)
+    ]
+
+
 def test_context_parallel_generation_matches_one_device(case):
     assert generate_tokens(case, temperature=0.0, mesh="cp=4,tp=2") == case[-1]
 

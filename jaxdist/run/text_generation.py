@@ -188,8 +188,7 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
         prompt = first_question(rows)
     else:
         text = first_prompt(config.data, rows)
-        prompt = rows.tokenizer.encode(text) if text else np.zeros(0, np.int32)
-        prompt = begin_text(rows.tokenizer, prompt) if text else prompt
+        prompt = begin_text(rows.tokenizer, rows.tokenizer.encode(text)) if text else np.zeros(0)
     room = min(config.train.seq_len, parts.model.decoding.max_len) - len(prompt)
     if not len(prompt) or room < 1:
         return "", ""
@@ -237,6 +236,7 @@ class Decoder:
         if plan.orders_collectives:
             decode = in_order(decode, hidden=True)
         self._decode = jax.jit(decode, donate_argnums=1)
+        self._num_draws = 0  # of all calls, so that equal prompts differ in the next batch
         sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
         self._sample = jax.jit(functools.partial(sample_tokens, **sampling))
 
@@ -247,8 +247,7 @@ class Decoder:
         positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
         cache = self._new_cache(len(tokens), width)
         inputs = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
-        logits, _ = self._decode(self._params, cache, *inputs)
-        return np.asarray(logits)[:, :length]
+        return np.asarray(self._decode(self._params, cache, *inputs)[0])[:, :length]
 
     def tokens(
         self,
@@ -278,7 +277,8 @@ class Decoder:
         key = jax.random.key(seed)
         done = np.zeros(len(prompts), bool)
         for count in range(max_new_tokens):
-            chosen = np.asarray(self._sample(last, jax.random.fold_in(key, count)))
+            chosen = np.asarray(self._sample(last, jax.random.fold_in(key, self._num_draws)))
+            self._num_draws += 1
             yield [None if done[row] else int(chosen[row]) for row in range(len(prompts))]
             done |= np.isin(chosen, list(stop))
             if done.all() or count + 1 == max_new_tokens:
