@@ -18,7 +18,7 @@ from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
-from jaxdist.data.custom import CustomRows
+from jaxdist.data.custom import CustomRows, HuggingFaceRows
 from jaxdist.data.stream import shard_of
 from jaxdist.models import example
 from jaxdist.run.data_checks import check_data_fits
@@ -418,6 +418,11 @@ def hugging_face_rows():
                 arrays["targets"][at], arrays["weights"][at] = labels[at + 1], 1
         expected.append(arrays)
     return datasets.Dataset.from_list(rows), expected
+
+
+def test_rows_of_empty_texts_learn_nothing():
+    rows = HuggingFaceRows([{"input_ids": []}, {"input_ids": [5], "attention_mask": [1]}], 4)
+    assert not any(values.any() for row in (rows[0], rows[1]) for values in row.values())
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])

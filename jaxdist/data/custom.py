@@ -92,7 +92,7 @@ class HuggingFaceRows:
         """Return tokens, targets int32 [seq_len] and weights float32 [seq_len]."""
         row = self._source[index]
         ids = np.asarray(row["input_ids"])
-        length = len(ids) - 1
+        length = max(0, len(ids) - 1)  # an empty text has no inputs, too
         if length > self._seq_len:
             raise ConfigError(
                 f"row {index} has {length + 1} input_ids: train.seq_len={self._seq_len} takes "
