@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import shutil
 import signal
 import tarfile
 import threading
@@ -20,7 +21,7 @@ from commands import Fork
 from data_cases import TEXTS, cache, tar_members, write_source, write_tar, zstd  # noqa: F401
 from refusals import missing, refused
 
-from jaxdist.data import DataConfig, load_tokenizer, open_datasets
+from jaxdist.data import DataConfig, corpus, load_tokenizer, open_datasets
 from jaxdist.data import __main__ as command
 from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
@@ -174,6 +175,18 @@ def test_killed_corpus_is_not_treated_as_complete(tmp_path):
     other.mkdir()
     assert write([source], out).num_tokens == 10001
     assert not left.exists() and other.exists()
+
+
+def test_parts_of_another_process_are_used(tmp_path, monkeypatch):
+    """Without file locks, processes tokenize the same parts at the same time."""
+
+    def beaten(folder, *arguments, fill=corpus._fill):
+        fill(folder, *arguments)
+        shutil.copytree(folder, folder.with_name(folder.name[1:6]))
+
+    monkeypatch.setattr(corpus, "_fill", beaten)
+    monkeypatch.setattr(corpus, "PART_BYTES", 1)
+    assert write([write_source(tmp_path, "txt")] * 2, tmp_path / "out").num_documents == 2
 
 
 def test_interrupted_command_leaves_no_files(tmp_path, monkeypatch):

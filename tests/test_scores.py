@@ -239,6 +239,8 @@ def test_the_score_is_read_at_the_last_token(tmp_path):
     texts = [bytes(pairs[i]["tokens"].astype(np.uint8)) for i in range(2)]
     assert texts == [b"a b\0" + bytes(8), b"a long text\0"]  # byte 0 ends a completion
     assert [np.flatnonzero(pairs[i]["weights"]).tolist() for i in range(2)] == [[3], [11]]
+    long = {"prompt": "a long prompt", "chosen": "b", "rejected": "c"}  # both rows would be equal
+    assert opened(tmp_path, [long, {**long, "prompt": "short"}], 1).num_rows == 2
     lines = [{"text": "abc", "label": 2}, {"text": "a text that is cut", "label": 0}]
     classes = opened(tmp_path, lines, 3)
     assert [int(classes[i]["labels"]) for i in range(2)] == [2, 0]

@@ -180,34 +180,40 @@ def write_corpus(
     """
     parts = _in_parts(files)
     work = folder.with_name(f".{folder.name}.parts")
-    try:
-        with new_output(folder) as partial, downloading(files):
-            partial.mkdir()
-            if len(parts) == 1:
-                with Progress("tokenizing", total_bytes(files), "B") as progress:
-                    _fill(partial, files, encoder, shard_tokens, progress)
-            else:
-                _join(partial, _fill_parts(work, parts, encoder, shard_tokens), encoder)
-            if changed := changed_objects(files, sources):
-                raise ConfigError(
-                    f"{few(changed, 3)} changed while being read, so the tokens may be a mixture. "
-                    "Start the command again when the files no longer change."
-                )
-            if not _read_about(locate(partial))["num_tokens"]:
-                names = ", ".join(repr(str(path)) for path in files[:3])
-                what = "records" if encoder.weighted else "text"
-                raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
-        shutil.rmtree(work, ignore_errors=True)
-    except OSError:
-        if not (folder / "corpus.json").exists():  # else another process was first
-            raise
+    with first_output(folder) as partial, downloading(files):
+        if len(parts) == 1:
+            with Progress("tokenizing", total_bytes(files), "B") as progress:
+                _fill(partial, files, encoder, shard_tokens, progress)
+        else:
+            _join(partial, _fill_parts(work, parts, encoder, shard_tokens), encoder)
+        if changed := changed_objects(files, sources):
+            raise ConfigError(
+                f"{few(changed, 3)} changed while being read, so the tokens may be a mixture. "
+                "Start the command again when the files no longer change."
+            )
+        if not _read_about(locate(partial))["num_tokens"]:
+            names = ", ".join(repr(str(path)) for path in files[:3])
+            what = "records" if encoder.weighted else "text"
+            raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def write_shard(file: DataFile, folder: Path, encoder: Encoder) -> None:
     """Tokenize one file, which may have no text, into a new folder, atomically."""
-    with new_output(folder) as partial:
-        partial.mkdir()
+    with first_output(folder) as partial:
         _fill(partial, [file], encoder, SHARD_TOKENS)
+
+
+@contextlib.contextmanager
+def first_output(folder: Path) -> Iterator[Path]:
+    """Yield a new folder as `new_output` does; keep the corpus of another process that is first."""
+    try:
+        with new_output(folder) as partial:
+            partial.mkdir()
+            yield partial
+    except OSError:
+        if not (folder / "corpus.json").exists():
+            raise
 
 
 def corpus_key(files: Sequence[DataFile], encoder: Encoder) -> str:
@@ -264,8 +270,7 @@ def _fill_parts(
             if (folder / "corpus.json").exists():
                 progress.skip(total_bytes(part))
                 continue
-            with new_output(folder) as partial:
-                partial.mkdir()
+            with first_output(folder) as partial:
                 _fill(partial, part, encoder, shard_tokens, progress)
     return folders
 

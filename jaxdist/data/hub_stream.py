@@ -175,15 +175,14 @@ class StreamedPart:
 
     def _start(self) -> None:
         """Start threads for the requested shards; the caller holds `_changed`."""
-        while len(self._busy) < _NUM_THREADS and (shard := self._next()) is not None:
+        while len(self._busy) < _NUM_THREADS:
+            done = self._ready.keys() | self._busy | self._errors.keys()
+            if (shard := next((one for one in self._queue if one not in done), None)) is None:
+                return
             self._busy.add(shard)
             threading.Thread(
                 target=self._work, args=(shard,), name=f"shard {shard}", daemon=True
             ).start()
-
-    def _next(self) -> int | None:
-        done = self._ready.keys() | self._busy | self._errors.keys()
-        return next((shard for shard in self._queue if shard not in done), None)
 
     def _work(self, shard: int) -> None:
         try:
@@ -254,13 +253,9 @@ def _parts_of(file: HubFile) -> list[HubFile]:
 
 def _digest_of(path: Path, tag: str) -> str:
     """Return the digest of a file in the format of `tag`: SHA-256, or the id of a git blob."""
+    blob = lambda: hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as file:
-        if len(tag) == 64:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256" if len(tag) == 64 else blob).hexdigest()
 
 
 class StreamOrder(Order):

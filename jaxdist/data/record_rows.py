@@ -146,11 +146,12 @@ def split_records(
     if kind == "classes":
         _check_labels(corpus, num_labels)
     lengths = np.diff(corpus.document_ends.astype(np.int64), prepend=0)
-    is_long = lengths > seq_len + (kind != "scored")
-    dropped = is_long & (long_records != "cut" or kind in ("pairs", "labeled"))
-    if long_records == "cut" and kind in ("pairs", "labeled"):
+    longest = seq_len + (kind != "scored")
+    is_long = lengths > longest
+    dropped = is_long & (long_records != "cut")
+    if long_records == "cut" and kind != "classes":
         for number in np.flatnonzero(is_long).tolist():
-            dropped[number] = not _document(corpus, number)[1][1 : seq_len + 1].any()
+            dropped[number] = not _document(corpus, number)[1][1:longest].any()
     examples: np.ndarray = np.any(dropped.reshape(-1, size), axis=1)
     count = int(is_long.reshape(-1, size).any(1).sum())
     if count and long_records == "reject":
@@ -171,9 +172,10 @@ def split_records(
             f"completions do not fit train.seq_len={seq_len} (the longest has {lengths.max()} "
             "tokens). Raise it."
         )
-    first = round(len(kept) * (1 - held))
-    if held and len(kept) > 1:
-        first = min(first, len(kept) - 1)
+    first = min(round(len(kept) * (1 - held)), len(kept) - bool(held and len(kept) > 1))
+
+    # Rows of earlier versions have pairs that are cut in their prompts, and another label.
+    score = "-scored" * (kind == "scored") * (1 + (long_records == "cut" and examples.any()))
 
     def part(name: str, numbers: np.ndarray) -> RecordRows:
         """Return the rows of the examples with `numbers` int64 [n]; `name` goes into the label."""
@@ -182,7 +184,7 @@ def split_records(
             seq_len=seq_len,
             documents=(numbers[:, None] * size + np.arange(size)).reshape(-1),
             kind=kind,
-            label=f"{name}-{held}-{long_records}" + "-scored" * (kind == "scored"),
+            label=f"{name}-{held}-{long_records}{score}",
         )
 
     return part("train", kept[:first]), part("held", kept[first:]) if held else None

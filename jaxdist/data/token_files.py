@@ -34,12 +34,11 @@ import numpy as np
 
 from jaxdist.data.cache import cache_folder, only_one
 from jaxdist.data.config import is_token_folder
-from jaxdist.data.corpus import Corpus, cached_corpus, write_index
+from jaxdist.data.corpus import Corpus, cached_corpus, first_output, write_index
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.files import DataFile, find_files, read_errors, size_of
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.runtime.new_output import new_output
 from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import is_url
 from jaxdist.settings import ConfigError
@@ -148,8 +147,7 @@ def open_token_files(files: Sequence[Path], source: str, encoder: Encoder) -> Co
                 "checking the tokens of %s: %d files, %s; its index is cached in %s",
                 *(source, len(files), in_bytes(size), folder),
             )
-            with read_errors(source), new_output(folder) as partial:
-                partial.mkdir()
+            with read_errors(source), first_output(folder) as partial:
                 _index(partial, files, source, encoder)
     return Corpus(folder)
 
