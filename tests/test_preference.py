@@ -447,11 +447,17 @@ def test_jobs_that_share_a_cache_may_compute_the_same_reference(tmp_path, monkey
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path))
     monkeypatch.setattr(reference_cache, "_computed", lambda *_: np.ones((1, 3), np.float32))
     rows = dataclasses.make_dataclass("Rows", ["parts", "fields", "fingerprint"])([], {}, "rows")
-    plan = types.SimpleNamespace(compute_dtype="float32")
-    one_job = lambda: reference_cache._with_columns(types.SimpleNamespace(plan=plan), {}, "", rows)
+    plan = types.SimpleNamespace(compute_dtype="float32", matmul_dtype="")
+    config = types.SimpleNamespace(model=BASE)
+    parts = types.SimpleNamespace(plan=plan, config=config)
+    one_job = lambda: reference_cache._with_columns(parts, {}, "", rows)
     jobs = iter([one_job, lambda: None])
     save = np.save  # the other job writes the file at the same time
     monkeypatch.setattr(np, "save", lambda *args: (save(*args), next(jobs)()))
     one_job()
     (file,) = tmp_path.glob("*/*")
     assert np.load(file).shape == (1, 3)
+    monkeypatch.setattr(np, "save", save)
+    config.model = dataclasses.replace(BASE, rope_theta=2.0)  # of the same weights
+    one_job()
+    assert len(list(tmp_path.glob("*/*"))) == 2

@@ -1,7 +1,7 @@
 """Log-probabilities by the weights that a run starts from, computed once for every row.
 
 Preference tuning of all weights compares with them, so that no second copy of the weights is held.
-They are kept in the cache folder, by the digests of weights and rows.
+They are kept in the cache folder, by the digests of weights and rows and the model's settings.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _with_columns(parts: Parts, params: Params, digest: str, dataset: Dataset) -
     names = [REFERENCE]
     if f"{MISMATCHED}tokens" in dataset.fields:
         names.append(f"{MISMATCHED}{REFERENCE}")
-    facts = [digest, dataset.fingerprint, names, str(parts.plan.compute_dtype), "reference-1"]
+    computed = repr(parts.config.model), str(parts.plan.compute_dtype), parts.plan.matmul_dtype
+    facts = [digest, dataset.fingerprint, names, *computed]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     path = cache_folder() / f"reference-{key}.npy"
     # Processes may have different caches, and all must take part in the computation.
