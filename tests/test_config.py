@@ -135,6 +135,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         (["--paint.tools=['a,b', 'c']"], "tools", ["a,b", "c"]),
         (["--paint.tools=a,b", "--paint.tools=c"], "tools", ["a", "b", "c"]),
         (["--paint.notes=wet, mind it", "--paint.notes=thin"], "notes", ("wet, mind it", "thin")),
+        (["--paint.notes=[wet]", '--paint.notes=["a"]'], "notes", ("[wet]", "a")),
         (["--paint.shares=1,0.5,2e-1"], "shares", [1.0, 0.5, 0.2]),
         (["--paint.thinner=0.25"], "thinner", 0.25),
         (["--paint.thinner=none"], "thinner", None),

@@ -26,7 +26,6 @@ _FOOTER_BYTES = 64 << 10
 _BOOLEANS, _INTEGER, _BYTES, _LIST, _STRUCT = (1, 2), 4, 8, 9, 12
 """Types of Thrift's compact protocol."""
 
-
 _BROKEN_HEADER = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 """Errors of reading fields that are truncated or of a wrong type."""
 

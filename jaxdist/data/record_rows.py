@@ -17,7 +17,6 @@ from jaxdist.settings import ConfigError
 
 log = logging.getLogger("jaxdist")
 
-
 RowKind: TypeAlias = Literal["pairs", "labeled", "scored", "classes"]
 """Kind of a row: a chosen or rejected completion; one that is desirable or not; a complete record
 that gets a score (of a pair); a text with a class. The last two have weight 1 at their last token,

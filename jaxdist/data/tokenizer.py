@@ -40,7 +40,6 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer, which are copied with it if they exist."""
 
-
 OLD_TEXT_FORMAT, TEXT_FORMAT = 1, 2
 """Rules of `data.text_format` for tokenization: the old rule, and that of the tokenizer's files."""
 

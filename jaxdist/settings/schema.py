@@ -190,7 +190,8 @@ def _read_list(raw: Any, annotation: Any) -> Any:
     if isinstance(raw, FlagText):
         is_tuple = (get_origin(annotation) or annotation) is tuple
         parts = [raw] if is_tuple else [FlagText(part.strip()) for part in raw.split(",") if raw]
-        raw = _toml_value(raw) if raw.startswith("[") else parts
+        listed = _toml_value(raw) if raw.startswith("[") else parts
+        raw = parts if is_tuple and not isinstance(listed, list) else listed  # "[INST] Hi"
     if not isinstance(raw, list):
         raise BadValueError(f"is not {describe(annotation)}")
     try:
