@@ -144,6 +144,12 @@ def test_tokens_per_step_and_state_in_the_comments_are_right(path):
         assert float(stated[1]) == pytest.approx(size, rel=0.006)  # rounded to three digits
 
 
+def test_a_folder_does_not_hide_a_config_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3_8b").mkdir()
+    assert read_run(["--config", "llama3_8b"], command="x", check_rules=False).name == "llama3_8b"
+
+
 @pytest.mark.parametrize(
     "mesh",
     ["dp=8", "fsdp=8", "tp=8", "dp=2,fsdp=2,tp=2", "pp=2,dp=4", "pp=8", "dp=4,tp=4,pp=4"],

@@ -168,7 +168,7 @@ def read_file(
     `file` is a path, a name or a URL. `read_url` returns the content of a URL; None = reject URLs.
     """
     path = FilePath(file)
-    if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
+    if not path.is_file() and (NAMED_FILES / f"{file}.toml").exists():
         path = NAMED_FILES / f"{file}.toml"
     if not file:
         problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
