@@ -147,7 +147,7 @@ def test_a_flag_is_read_by_its_fields_type(argv, field, value):
 
 
 def test_a_toml_integer_is_a_number_and_a_flag_may_be_negative(tmp_path):
-    config = read(file="[shape]\nside = 3\n", tmp_path=tmp_path)
+    config = read(file="\ufeff[shape]\nside = 3\n", tmp_path=tmp_path)  # a byte order mark
     assert config.shape.side == 3.0 and isinstance(config.shape.side, float)
     assert one_problem("--paint.num_coats", "-1").startswith("paint.num_coats=-1 must be")
 

@@ -154,6 +154,9 @@ def test_parquet_with_ambiguous_or_invalid_text_is_rejected(tmp_path):
     doubled = save(tmp_path / "a.parquet", pa.array(["a"]), ("text", "text"))
     with refused("a.parquet", "several columns", "text"):
         texts_of(doubled)
+    prompts = save(tmp_path / "c.parquet", pa.array(["a"]), ("prompt", "prompt"))
+    with refused("c.parquet", "several columns", "prompt"):  # optional, but ambiguous
+        next(read_records(prompts, [], lambda name: False))
     with refused("b.parquet", "not UTF-8"):
         texts_of(save(tmp_path / "b.parquet", pa.array([b"\xff"])))
 

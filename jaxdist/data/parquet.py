@@ -48,11 +48,11 @@ def read_columns(
 
     try:
         with open_file(path, 512) as stream, parquet.ParquetFile(open_ranges(path)) as file:
-            if problem := _problem_of(file.schema_arrow, columns, texts):
-                raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
             if is_unread is not None:
                 others = [name for name in file.schema_arrow.names if not is_unread(name)]
                 columns = list(dict.fromkeys([*columns, *others]))
+            if problem := _problem_of(file.schema_arrow, columns, texts):
+                raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
             number, grown, size = 0, 0, size_of(path)
             total = max(1, file.metadata.num_rows)
             prefixes = tuple(f"{column}." for column in columns)

@@ -184,7 +184,7 @@ def read_file(
             return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
         if not (path.is_file() or path.is_dir()) or path.stat().st_size > _FILE_BYTES:
             return {}, [f"--config {file} is not a TOML file of at most 16 MiB. Give its path."], ""
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
         return tomllib.loads(text), [], text
     except ConfigError as error:  # a URL that cannot be used
         return {}, [f"--config {problem}" for problem in error.problems], ""
