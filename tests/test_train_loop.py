@@ -1,6 +1,7 @@
 """The order of the training loop, with a session that only records its calls."""
 
 import types
+from unittest import mock
 
 import pytest
 from refusals import missing
@@ -9,7 +10,8 @@ from jaxdist import train
 from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
-from jaxdist.run.evaluation_loop import EarlyStopping
+from jaxdist.run import session as session_module
+from jaxdist.run.evaluation_loop import EarlyStopping, NoLabels
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions
 
@@ -149,6 +151,14 @@ def test_all_actions_due_on_one_step_are_done():
     assert due[6] == StepActions(evaluate=True, save="halfway")
     assert due[8] == StepActions(evaluate=True, save="interval", leave=True, trace=True)
     assert due[12] == StepActions(last=True)
+
+
+def test_results_of_tasks_are_kept_if_held_out_rows_have_no_labels(monkeypatch):
+    monkeypatch.setattr(session_module, "task_metrics", lambda *_: {"task/one/acc": 0.5})
+    monkeypatch.setattr(session_module, "evaluate", mock.Mock(side_effect=NoLabels("none")))
+    session = mock.MagicMock()
+    session.config.eval.tasks, session.monitor.eval = ["one"], lambda step, metrics: metrics
+    assert Session.evaluate(session, 0) == {"task/one/acc": 0.5}
 
 
 @pytest.mark.parametrize(("keep_best", "warned"), [("acc:3", 1), ("accuracy:3", 0), ("none", 0)])

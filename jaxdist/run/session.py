@@ -305,7 +305,7 @@ class Session:
     def evaluate(self, max_batches: int) -> dict[str, float]:
         """Evaluate `eval.tasks`, and `max_batches` of each held-out set (0 = every row once).
 
-        Return the metrics; {} without tasks and rows, or if a set has no labels. If
+        Return the metrics; only those of tasks without rows, or if a set has no labels. If
         `eval.sample` is "always", also generate a sample.
         """
         if self.config.eval.sample == "always":
@@ -315,8 +315,9 @@ class Session:
             with self.phase("tasks"):
                 params = self.parts.in_model_order(self.state.eval_params)
                 tasks = task_metrics(self.parts, params, self.watchdog.alive)
+        tasks_only = lambda: self.monitor.eval(self.step, tasks) if tasks else {}
         if self.eval_data is None:
-            return self.monitor.eval(self.step, tasks) if tasks else {}
+            return tasks_only()
         config = self.config
         with self.phase("evaluation"):
             try:
@@ -332,7 +333,7 @@ class Session:
                 )
             except NoLabels as error:
                 self.monitor.event("eval_no_labels", message=str(error), level=logging.WARNING)
-                return {}
+                return tasks_only()
             evaluated = self.monitor.eval(self.step, {**metrics, **tasks})
         self._warn_of_missing_best(evaluated)
         return evaluated

@@ -21,7 +21,6 @@ from jaxdist.runtime.entry_point import EXIT_INTERRUPTED, EXIT_PREEMPTED
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a save and an exit: schedulers send TERM, our SLURM scripts USR1."""
 
-
 _ABORT_S = 2.0
 """Time-out for recording why the run ended after a second Ctrl-C."""
 

@@ -177,8 +177,7 @@ class Rendezvous:
 
     def publish(self, capacity: Capacity | None = None, **changes: Any) -> None:
         """Write this host's state with `changes` of its fields; each write is a heartbeat."""
-        if capacity is not None:
-            changes |= dataclasses.asdict(capacity)
+        changes |= dataclasses.asdict(capacity) if capacity else {}
         with self._lock:
             self.own = dataclasses.replace(self.own, heartbeat=self.own.heartbeat + 1, **changes)
             self._write(f"host-{self.own.rank}", dataclasses.asdict(self.own))
