@@ -78,11 +78,7 @@ _BY_FAMILY: dict[str, Mapping[str, type]] = {
     "olmoe": {"num_experts": int, "num_experts_per_tok": int, "norm_topk_prob": bool},
     "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": int},
     "qwen3_moe": _QWEN_EXPERTS,
-    "gpt_oss": {
-        **_EXPERTS,
-        "attention_bias": bool,
-        "quantization_config": dict,
-    },
+    "gpt_oss": {**_EXPERTS, "attention_bias": bool, "quantization_config": dict},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
 }

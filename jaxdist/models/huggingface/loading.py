@@ -107,11 +107,7 @@ def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
 
 
 def _assembled(
-    weights: Weights,
-    parts: list[Piece],
-    bounds: Bounds,
-    dtype: np.dtype,
-    devices: list[Any],
+    weights: Weights, parts: list[Piece], bounds: Bounds, dtype: np.dtype, devices: list[Any]
 ) -> list[Array]:
     """Return a large shard [lengths of `bounds`] on each of `devices`, written block by block."""
     shape = tuple(stop - start for start, stop in bounds)

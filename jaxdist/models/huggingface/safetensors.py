@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -71,8 +71,13 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, with `metadata` texts in its header."""
+def write(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write a file, with `metadata` texts in its header; `advance` gets the size of each part."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -91,6 +96,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             for part in tensor.parts:
                 # Write bytes, because NumPy cannot write bfloat16.
                 stream.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+                advance(part.nbytes)
 
 
 def write_shards(
@@ -112,23 +118,13 @@ def write_shards(
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with Progress("writing weights", total, "B") as progress:
         for file, group in zip(files, groups, strict=True):
-            counted = {name: _counted(tensors[name], progress) for name in group}
-            write(directory / file, counted, metadata)
+            own = {name: tensors[name] for name in group}
+            write(directory / file, own, metadata, progress.advance)
     if count > 1:
         file_of = {name: f for f, group in zip(files, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (directory / INDEX).write_text(json.dumps(index, indent=1))
     return files
-
-
-def _counted(tensor: Tensor, progress: Progress) -> Tensor:
-
-    def parts() -> Iterator[np.ndarray]:
-        for part in tensor.parts:
-            yield part
-            progress.advance(part.nbytes)
-
-    return tensor._replace(parts=parts())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,10 +167,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
     """Return (state, batch [global_batch_size, ...]) -> digests of tensors; no state is donated."""
     model = _with_probe(parts.model) if parts.model.num_layers else parts.model
     gradients = make_value_and_grad(
-        model,
-        parts.layout,
-        parts.plan,
-        make_context(model, parts.layout, parts.plan),
+        model, parts.layout, parts.plan, make_context(model, parts.layout, parts.plan)
     )
 
     @jax.jit

@@ -110,9 +110,8 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
     ranked = sorted(result["differing"].items(), key=lambda pair: -pair[1]["max_abs"])
     printed = ranked[: limit or None]
     for name, d in printed:
-        dtypes = (
-            "" if d["dtypes"][0] == d["dtypes"][1] else f", {d['dtypes'][0]} / {d['dtypes'][1]}"
-        )
+        one, other = d["dtypes"]
+        dtypes = "" if one == other else f", {one} / {other}"
         print(
             f"differs: {name}: at most {d['max_abs']:.6g} at {d['at']}, mean {d['mean_abs']:.6g}, "
             f"{d['num_differing']:,} of {d['num_elements']:,} elements "

@@ -33,11 +33,7 @@ from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import (
-    Export,
-    checkpoint_of,
-    new_local_directory,
-)
+from jaxdist.tools.convert.checkpoint_paths import Export, checkpoint_of, new_local_directory
 
 _SLAB_BYTES = 16 << 20
 
