@@ -57,6 +57,17 @@ def test_resume_skips_a_damaged_checkpoint_with_a_reason(run, damage):
     assert skipped["reason"].startswith("arrays/")
 
 
+def test_wrong_moments_in_a_store_restore_the_previous_checkpoint(run):
+    def load(stored, step):
+        if step == 4:
+            raise CorruptCheckpoint(f"wrong checksum of opt_state/mu in {stored.checkpoint}")
+
+    opened, moments = run.open(), types.SimpleNamespace(leaves=[], load=load)
+    restored, _, step = opened.restore(like(state_at(4)), moments=moments)
+    assert step == 2 and (run.path / "4" / manifest.CORRUPT).exists()
+    assert_is_step(restored, 2)
+
+
 def commit_again(path: Path) -> None:
     """Write a manifest that matches the damaged files: only array checksums can detect it."""
     checkpoint = locate(path)

@@ -34,6 +34,7 @@ from jaxdist.checkpoint.moment_store import MomentStore
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.weights import GROUPS, merged
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.progress import waiting
@@ -244,7 +245,12 @@ class Checkpointer:
         return self._reader.problem(step, full=True)
 
     def restore(
-        self, abstract_state: Any, *, step: int | None = None, optional: Collection[str] = ()
+        self,
+        abstract_state: Any,
+        *,
+        step: int | None = None,
+        optional: Collection[str] = (),
+        moments: MomentStore | None = None,
     ) -> tuple[Any, dict[str, Any], int]:
         """Load a checkpoint onto any mesh by `checkpoint.verify`; return (state, meta, step).
 
@@ -253,8 +259,8 @@ class Checkpointer:
         newest valid checkpoint (or the local save of `choose`), or an older one if its checksums
         are wrong and this is not `read_only`. Parts in `optional` (`pytree.OPTIONAL`) may be
         missing in checkpoint or state: if the checkpoint lacks one, its abstract value is
-        returned. Raises `ConfigError` for missing or extra leaves and other shapes, and
-        `CheckpointError` if none, or not the chosen one, can be read.
+        returned. `moments` are loaded into the store. Raises `ConfigError` for missing or extra
+        leaves and other shapes, and `CheckpointError` if none, or not the chosen one, can be read.
         """
         self._saver.wait()
         if step is not None and step == self._chosen:
@@ -262,10 +268,13 @@ class Checkpointer:
         while step is None and self._chosen_locally:
             if (restored := self._restore_locally(abstract_state)) is not None:
                 return restored
+        optional = [*optional, *(leaf.name for leaf in (moments.leaves if moments else ()))]
         while True:
             chosen = self._reader.require(step)
             try:
                 state = self._reader.load(chosen, abstract_state, optional=optional)
+                if moments is not None:
+                    moments.load(StoredArrays(self.directory / chosen), chosen)
             except CorruptCheckpoint as error:
                 if step is not None or self._read_only:
                     raise
@@ -301,10 +310,7 @@ class Checkpointer:
         item = pytree.weights_item(weights, arrays)
         own, others = pytree.split_stored(target, item, arrays)
         loaded = self._reader.load(
-            chosen,
-            {item: own},
-            items=(item,),
-            reinit=pytree.in_params(reinit, item),
+            chosen, {item: own}, items=(item,), reinit=pytree.in_params(reinit, item)
         )[item]
         model = GROUPS["model"].item
         if not (missing := {leaf.name for leaf in pytree.leaves_of({model: others})}):

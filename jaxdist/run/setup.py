@@ -23,7 +23,6 @@ from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.moment_files import MomentFiles
 from jaxdist.checkpoint.moment_store import MomentStore
 from jaxdist.checkpoint.pytree import OPTIONAL, Weights, in_params, under
-from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import (
     RunConfig,
     fit_device_list,
@@ -303,10 +302,9 @@ class Parts:
         adapters, the frozen weights are those of `initial_params`.
         """
         target = self.without_base(self.abstract_state())
-        stored = () if self.moments is None else [leaf.name for leaf in self.moments.leaves]
-        state, meta, step = checkpointer.restore(target, step=step, optional=[*OPTIONAL, *stored])
-        if self.moments is not None:
-            self.moments.load(StoredArrays(checkpointer.directory / step), step)
+        state, meta, step = checkpointer.restore(
+            target, step=step, optional=OPTIONAL, moments=self.moments
+        )
         state = dataclasses.replace(state, params=self._with_base(state.params, meta, step))
         stored, copies = checkpointer.copies(step), dict(state.copies)
         for name in set(stored) - set(copies):
