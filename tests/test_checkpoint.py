@@ -392,6 +392,15 @@ def test_saving_an_existing_step_changes_nothing(tmp_path):
     writer.close()
 
 
+def test_a_step_that_is_repeated_after_a_restore_is_saved_again(tmp_path):
+    writer = checkpointer(tmp_path, save_interval_steps=2)
+    for step in (1, 2):
+        writer.save(step, small_state(step), {}, force=True)
+    writer.restore(like(small_state()), step=1)
+    assert writer.due(2) == "interval" and writer.due(1) == ""
+    writer.close()
+
+
 def test_continuing_from_an_older_step_supersedes_newer_ones(tmp_path):
     writer = checkpointer(tmp_path, max_to_keep=5)
     for step in (1, 2, 3):

@@ -385,6 +385,7 @@ class Checkpointer:
         return state, meta, self._chosen
 
     def _resumed(self, step: int) -> None:
+        self._schedule.saved(step, "")
         self._saver.resumed_from = step
         if self._local is not None and not self._is_held:
             self._local.resumed(step)
