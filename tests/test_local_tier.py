@@ -302,6 +302,15 @@ def test_a_new_run_of_the_same_name_ignores_local_saves_of_the_old_one(job):
     assert job.resumed() is None
 
 
+def test_a_copy_of_a_run_leaves_the_local_saves_to_the_original(job):
+    job.save([2, 4], durable=[2])
+    copy, disk = Job(job.path / "copy"), {"local_dir": str(job.disk)}
+    shutil.copytree(job.path / "checkpoints", copy.path / "checkpoints")
+    assert copy.resumed(**disk) == 2
+    copy.save([6, 8], **disk)
+    assert job.resumed() == 4 and copy.resumed(**disk) == 8
+
+
 def test_a_save_is_skipped_while_the_previous_one_is_written(job, monkeypatch):
     written = threading.Event()
     write = LocalStore.write

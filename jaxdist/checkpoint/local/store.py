@@ -23,9 +23,9 @@ DOCUMENT = "document.json"
 
 
 LINEAGE_FILE = "local_tier.json"
-"""File in the checkpoint directory with an id of the run, and the step from which each generation
-(start or rollback) resumed. A local save is valid unless a later generation resumed from an earlier
-step."""
+"""File in the checkpoint directory with an id of the run, the directory's path (a copy is another
+run), and the step from which each generation (start or rollback) resumed. A local save is valid
+unless a later generation resumed from an earlier step."""
 
 
 @dataclasses.dataclass
@@ -46,18 +46,22 @@ class Lineage:
         return exists and all(step <= later for later in self.resumed_from[generation + 1 :])
 
 
-def read_lineage(directory: Location) -> Lineage:
+def read_lineage(directory: Location, log: Callable[[str], None] = lambda line: None) -> Lineage:
     """Return the lineage of a checkpoint directory; a new one if it has none that is valid."""
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         stored = (directory / LINEAGE_FILE).json()
-        return Lineage(str(stored["run"]), [int(step) for step in stored["resumed_from"]])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return Lineage(uuid.uuid4().hex[:16], [])  # existing local saves are unrelated
+        lineage = Lineage(str(stored["run"]), [int(step) for step in stored["resumed_from"]])
+        here = str(directory.absolute())
+        if (owner := stored.get("directory", here)) == here:
+            return lineage
+        log(f"local saves of {owner} are not used: {here} is its copy, or was moved")
+    return Lineage(uuid.uuid4().hex[:16], [])  # existing local saves are unrelated
 
 
 def write_lineage(directory: Location, lineage: Lineage) -> None:
     """Store the lineage durably."""
-    (directory / LINEAGE_FILE).write(json.dumps(dataclasses.asdict(lineage)))
+    record = {**dataclasses.asdict(lineage), "directory": str(directory.absolute())}
+    (directory / LINEAGE_FILE).write(json.dumps(record))
 
 
 class Save(NamedTuple):

@@ -395,7 +395,7 @@ class LocalTier:
     # -- starting ----------------------------------------------------------------------------------
 
     def _read_lineage(self) -> tuple[str, list[int], str]:
-        stored = read_lineage(self._directory)
+        stored = read_lineage(self._directory, self._events.log)
         return stored.run, stored.resumed_from, secrets.token_hex(32)
 
     def _open(self) -> None:
