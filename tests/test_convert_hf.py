@@ -174,6 +174,20 @@ def test_weights_keep_their_dtype(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_layers_of_different_dtypes_keep_every_bit(tmp_path):
+    import ml_dtypes
+
+    write_model(tmp_path / "in", FAMILIES["qwen3"])
+    stored = {name: t.read() for name, t in safetensors.open_all(tmp_path / "in").items()}
+    stored |= {n: x.astype(ml_dtypes.bfloat16) for n, x in stored.items() if ".layers.0." in n}
+    tensors = {n: safetensors.Tensor(x.shape, x.dtype, [x]) for n, x in stored.items()}
+    safetensors.write(tmp_path / "in" / "model.safetensors", tensors, {})
+    for verb, source, out in (("from-hf", "in", "run"), ("to-hf", "run", "out")):
+        assert main([verb, str(tmp_path / source), str(tmp_path / out)]) == 0
+    for name, tensor in safetensors.open_all(tmp_path / "out").items():
+        np.testing.assert_array_equal(tensor.read(), stored[name].astype(np.float32), name)
+
+
 def test_base_models_without_the_prefix_are_converted(tmp_path):
     source = tmp_path / "in"
     write_model(source, FAMILIES["gpt2"])

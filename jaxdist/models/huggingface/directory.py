@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,10 @@ class Weights:
     pieces: dict[str, list[Piece]]
     tensors: dict[str, safetensors.StoredTensor]
 
-    def dtype(self, piece: Piece) -> np.dtype:
-        """Return the stored dtype of a part, or one that holds its tensors exactly."""
-        return np.result_type(*(self.tensors[name].dtype for name in piece.tensor_names))
+    def dtype(self, parts: list[Piece]) -> np.dtype:
+        """Return the stored dtype of parts, or one that holds their tensors exactly."""
+        own = {self.tensors[name].dtype for piece in parts for name in piece.tensor_names}
+        return own.pop() if len(own) == 1 else reduce(np.promote_types, own, np.dtype("float32"))
 
     def fetch(self, source: Source, index: Index) -> np.ndarray:
         """Read a block of a tensor's view, [*lengths of `index`] in the stored dtype."""

@@ -84,7 +84,7 @@ def run(config: Config) -> int:
 
 def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Weights) -> None:
     piece = parts[0]
-    dtype = weights.dtype(piece)
+    dtype = weights.dtype(parts)
     stacked = piece.layer is not None
     shape = (len(parts), *piece.shape) if stacked else piece.shape
     entry = {"shape": list(shape), "dtype": dtype.name, "path": name.split("/")[1:]}

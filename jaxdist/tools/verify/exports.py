@@ -23,7 +23,7 @@ from jaxdist.core.parallel.pipeline.virtual_stages import LAYERS
 from jaxdist.core.types import Array, Params
 from jaxdist.models.adapters import LoraConfig, merge
 from jaxdist.models.huggingface import peft, safetensors
-from jaxdist.models.huggingface.directory import is_model, open_weights, read_json
+from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.models.huggingface.families import decoder_of, read_config, write_config
 from jaxdist.run.gradient_checks import named, part_names
 from jaxdist.run.setup import Parts, assemble
@@ -102,7 +102,7 @@ def _open_model(trained: Trained, folder: Location) -> Exported:
     )
     parts = assemble(config, trained.parts.devices)
     dtypes = {
-        name.removeprefix("params/"): weights.dtype(pieces[0])
+        name.removeprefix("params/"): weights.dtype(pieces)
         for name, pieces in weights.pieces.items()
     }
     problems = _differences(weights.model, expected, "config.json")
@@ -225,9 +225,7 @@ def _check_tokenizer(trained: Trained, folder: Location, *, with_ids: bool) -> C
             problems.append(f"{name} differs from the tokenizer of the run.")
     records = ["config.json", "generation_config.json"] if with_ids else []
     for name in records:
-        record = read_json(folder) if name == "config.json" else {}
-        if name != "config.json" and (folder / name).exists():
-            record = (folder / name).json()
+        record = (folder / name).json() if (folder / name).exists() else {}
         problems += [
             f"{name}: {key} is {record[key]}, and the run has {value}."
             for key, value in ids.items()
