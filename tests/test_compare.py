@@ -231,3 +231,15 @@ def test_the_run_whose_records_differ_from_the_rerun_is_reported(tmp_path):
         metrics.write(json.dumps({"kind": "event", "event": "run", "mesh": "cp=2"}) + "\n")
     a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
     assert "--mesh cp=2" in b and "sdc_check_interval_steps" not in b
+
+
+def test_arrays_that_a_rerun_keeps_outside_of_devices_are_not_compared(tmp_path, monkeypatch):
+    runs = tuple(run_directory(tmp_path / name, [3.0]) for name in "ab")
+    entry = {"shape": [2], "dtype": "float32", "checksum": 7}
+    stored = {"params/w": entry, "opt_state/mu/w": entry}
+    monkeypatch.setattr("jaxdist.tools.compare.__main__.stored_arrays", lambda run, step: stored)
+    numbers = {"loss": 3.0, "grad_norm": 1.0}
+    again = RerunStep(step=1, digests={}, numbers=numbers, arrays={"params/w": entry})
+    assert _recorded_otherwise(runs, [(again, again)], 0, "dp=2")[0] == "a: equals the rerun"
+    stored["params/w"] = {**entry, "checksum": 8}
+    assert "saved 1 different" in _recorded_otherwise(runs, [(again, again)], 0, "dp=2")[0]

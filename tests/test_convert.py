@@ -112,6 +112,20 @@ def test_verify_checks_all_and_fails_if_one_is_corrupt(run, tmp_path, capsys):
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
 
+def test_verify_leaves_out_what_a_training_run_deletes_meanwhile(
+    run, tmp_path, capsys, monkeypatch
+):
+    copy, damage = copied(run, tmp_path), manifest.damage
+
+    def after_retention(checkpoint):
+        manifest.delete(locate(copy / "checkpoints" / "1"))
+        return damage(checkpoint)
+
+    monkeypatch.setattr(manifest, "damage", after_retention)
+    assert main(["verify", str(copy)]) == 0
+    assert capsys.readouterr().out.startswith("checkpoint 2: valid")
+
+
 def damage_array(checkpoint: Path, name: str) -> None:
     """Let an array differ from its checksum, in files that are those of the manifest."""
     metadata, folder = checkpoint / "meta" / "metadata", locate(checkpoint)
@@ -273,6 +287,17 @@ def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
     np.testing.assert_array_equal(host(params["embed"]["table"]), table.astype(np.float32))
 
 
+def test_reshard_rewrites_moments_that_training_keeps_outside_of_devices(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained[0], copy)
+    text, name = (copy / "config.toml").read_text(), "offload_optimizer"
+    (copy / "config.toml").write_text(text.replace(f'{name} = "none"', f'{name} = "host"'))
+    assert main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"]) == 0
+    entries = StoredArrays(tmp_path / "out" / "checkpoints" / "3").entries
+    assert entries.keys() == StoredArrays(copy / "checkpoints" / "3").entries.keys()
+    assert stored_run(tmp_path / "out" / "config.toml").train.offload == "host"
+
+
 def test_reshard_rejects_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained[0], copy)
@@ -372,6 +397,8 @@ def begun(folder: Path) -> Path:
     with pytest.raises(KeyboardInterrupt), making_run(locate(folder)):
         (folder / "checkpoints" / "0").mkdir()
         (folder / "checkpoints" / "0" / "part").write_text("half")
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "chat_template.jinja").write_text("of another model")
         raise KeyboardInterrupt
     return folder
 
@@ -379,7 +406,7 @@ def begun(folder: Path) -> Path:
 def test_an_interrupted_conversion_is_replaced(tmp_path):
     out = begun(tmp_path / "out")
     with making_run(new_run_directory(str(out))):
-        assert not (out / "checkpoints" / "0").exists()
+        assert not (out / "checkpoints" / "0").exists() and not (out / "tokenizer").exists()
     assert not (out / "unfinished.txt").exists()
 
 

@@ -166,13 +166,15 @@ def _recorded_otherwise(
     for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
         differences: list[str] = []
         steps = {step.step for step in own}
-        recorded = {r["step"]: r for r in steps_of(run) if r["step"] in steps}
-        wrong = next((step for step in own if _is_other(step, recorded.get(step.step))), None)
-        if wrong is not None:
-            differences.append(f"first recorded different numbers at step {wrong.step}")
+        recorded = {r["step"]: loss_and_norm(r) for r in steps_of(run) if r["step"] in steps}
+        wrong = (s for s in own if repr(recorded.get(s.step, s.numbers)) != repr(s.numbers))
+        first = next(wrong, None)
+        if first is not None:
+            differences.append(f"first recorded different numbers at step {first.step}")
         arrays = next((step.arrays for step in own if step.arrays), None)
         if arrays is not None and checkpoint is not None:
-            other = unequal_arrays(arrays, stored_arrays(run, checkpoint))
+            stored = stored_arrays(run, checkpoint)  # also has moments outside of the devices
+            other = unequal_arrays(arrays, {name: stored.get(name) for name in arrays})
             if other:
                 differences.append(f"saved {len(other)} different arrays at step {checkpoint}")
         others = [other for other in dict.fromkeys(_meshes_of(run)) if other != mesh]
@@ -190,10 +192,6 @@ def _recorded_otherwise(
                 "software at that time (resilience.sdc_check_interval_steps finds a device)."
             )
     return lines
-
-
-def _is_other(step: RerunStep, recorded: Record | None) -> bool:
-    return recorded is not None and repr(step.numbers) != repr(loss_and_norm(recorded))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

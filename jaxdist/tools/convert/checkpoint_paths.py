@@ -97,6 +97,7 @@ def making_run(directory: Location) -> Iterator[None]:
         if (directory / "config.toml").exists():
             marker.delete()
             raise ConfigError(f"another process has just created {directory}. Name another one.")
+        (directory / "tokenizer").delete_tree()
         for name in (directory / "checkpoints").entries():
             if name != LOCK_NAME:
                 (directory / "checkpoints" / name).delete_tree()

@@ -47,9 +47,8 @@ def run(config: Config) -> int:
     destination = new_run_directory(config.dst)
     stored = StoredArrays(checkpoint)
     settings, shard_shapes = _target(config, spec, stored)
-    items = (
-        {name.partition("/")[0] for name in shard_shapes} if config.items == "all" else {"params"}
-    )
+    every = {name.partition("/")[0] for name in shard_shapes}
+    items = every if config.items == "all" else {"params"}
 
     def dtype_for(name: str) -> str:
         is_weight = name.startswith("params/") and config.dtype != "stored"
@@ -88,10 +87,10 @@ def _target(
 
     checkpoint = stored.checkpoint
     settings = settings_of_run(checkpoint.parent.parent, int(checkpoint.name))
-    parts = open_run(str(checkpoint), mesh=config.mesh, simulate=spec.num_devices).parts
+    train = {"offload_optimizer": "none"}  # moments next to the parameters, as in checkpoints
+    parts = open_run(checkpoint, mesh=config.mesh, simulate=spec.num_devices, train=train).parts
     leaves = pytree.leaves_of(parts.without_base(parts.abstract_state()))
-    problems = pytree.mismatches(leaves, stored.entries)
-    if problems:
+    if problems := pytree.mismatches(leaves, stored.entries):
         raise ConfigError(
             [f"{checkpoint} does not match the settings of the run: {p}" for p in problems]
         )

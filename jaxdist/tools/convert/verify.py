@@ -36,6 +36,8 @@ def run(config: Config) -> int:
             reason = manifest.damage(checkpoint) or (
                 _array_problem(checkpoint) if config.arrays else ""
             )
+        if reason and named is None and step not in manifest.steps_in(directory):
+            continue  # a run that is training has deleted it
         corrupt += bool(reason)
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))
