@@ -17,7 +17,10 @@ from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
+from jaxdist.models.adapters import LoraConfig
+from jaxdist.models.huggingface import peft as peft_format
 from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.directory import read_model
 from jaxdist.run.setup import Parts
 from jaxdist.run.trained_run import open_run
 from jaxdist.settings import ConfigError
@@ -400,6 +403,16 @@ def test_errors_name_the_fix(extended, tmp_path):
     base, out = extended(rows=290)
     (tmp_path / "adapter_config.json").write_text("[]")
     with refused("adapter_config.json", "list"):
+        convert(["from-peft", str(tmp_path), str(tmp_path / "x")])
+    model, lora, tensors = read_model(base), LoraConfig(rank=8), {}
+    for module in peft_format.modules(model, lora):
+        for name, shape in module.shapes(lora, 8).items():
+            zeros = np.zeros(shape, np.float32)
+            tensors[name] = safetensors.Tensor(shape, zeros.dtype, [zeros])
+    safetensors.write(tmp_path / peft_format.WEIGHTS, tensors, {})
+    settings = peft_format.write_config(model, LoraConfig(rank=4), str(base))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with refused("r=4 in adapter_config.json", "q_proj=8", num_problems=1):
         convert(["from-peft", str(tmp_path), str(tmp_path / "x")])
     with refused("all of <|tool|>", "already"):
         convert(["add-tokens", str(out), str(tmp_path / "x"), "--tokens", "<|tool|>"])

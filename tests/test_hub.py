@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from decoders import FAMILIES
@@ -13,11 +14,13 @@ from hub_server import hub_in_use, local_hub
 from huggingface_hub import constants
 from refusals import refused
 
-from jaxdist.config import read_run
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.config import read_run, settings_of_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.data import load_tokenizer
 from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer
 from jaxdist.models.huggingface.directory import folder_of, open_weights
+from jaxdist.run.setup import assemble
 from jaxdist.run.startup import fetch_weights
 from jaxdist.runtime import hub
 from jaxdist.settings import write_toml
@@ -149,6 +152,22 @@ def test_convert_from_a_hub_name(cache, model, capsys):
     assert convert(["diff", "out", "expected"]) == 0
     assert stored_run("out/config.toml").name == "tiny"
     assert Path("out/tokenizer/tokenizer.json").is_file()
+
+
+def test_adapters_keep_the_commit_of_their_base(cache, model, tmp_path):
+    store(cache, "org/tiny", model, OLD)
+    store(cache, "org/tiny", edit_copy(model, tmp_path / "new", rope_theta=7e4), NEW, ref="v2")
+    flags = ["--init-from=org/tiny@v2", SMALL, "--mesh=dp=1", "--lora.rank=2"]
+    config = read_run([*flags, "--lora.targets=q_proj"], command="jaxdist.train")
+    parts = assemble(config, jax.devices()[:1])
+    writer = Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig(), log=print)
+    state = parts.without_base(parts.init_state())
+    writer.save(0, state, {"mesh": "", "config": write_toml(config)}, force=True)
+    writer.close()
+    for verb, source, out in (("to-peft", "run", "peft"), ("from-peft", "peft", "again")):
+        assert convert([verb, str(tmp_path / source), str(tmp_path / out)]) == 0
+    again = settings_of_run(tmp_path / "again")
+    assert again.init_from == f"org/tiny@{NEW}" and again.model.rope_theta == 7e4
 
 
 def test_names_missing_from_the_cache_are_refused_offline(cache, model, tmp_path):

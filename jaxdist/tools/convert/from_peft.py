@@ -47,7 +47,8 @@ def run(config: Config) -> int:
         raise ConfigError(
             f"{source / peft.CONFIG} is not an object but a {type(settings).__name__}."
         )
-    base = config.base or str(settings.get("base_model_name_or_path", ""))
+    base, revision = str(settings.get("base_model_name_or_path", "")), settings.get("revision")
+    base = config.base or (f"{base}@{revision}" if revision and hub.is_hub_name(base) else base)
     if not is_model(base):
         raise ConfigError(
             f"the base model {base!r} is neither a model directory nor a name on the hub. Name it "
@@ -61,11 +62,14 @@ def run(config: Config) -> int:
     score = values.pop(peft.SCORE, None)
     if score is not None:
         model = dataclasses.replace(model, num_labels=len(score))
-    problems, ranks = [], lora.target_modules(model)
+    problems, ranks, others = [], lora.target_modules(model), dict[str, None]()
     rows: dict[str, np.ndarray] = {}
     for module in peft.modules(model, lora):
         shapes = module.shapes(lora, ranks[module.target])
         own = {name: values.pop(name, np.empty(0)) for name in shapes}
+        name = module.tensor_name("a")
+        if (first := own[name].shape[:1]) not in ((), (0,), shapes[name][:1]):
+            others[f"{module.target}={first[0] // (module.num_experts or 1)}"] = None
         problems += [
             f"{name} {f'is {list(own[name].shape)}' if own[name].size else 'is missing'}; "
             f"{list(shape)} is needed."
@@ -82,6 +86,9 @@ def run(config: Config) -> int:
             problems.append(f"{peft.rows_name(part)} is missing or not {list(shape)}.")
         rows[array] = own_rows.astype(np.float32)
     problems += [f"{name} is not an adapter of a target module." for name in values]
+    if others:
+        text = f"r={lora.rank} in {peft.CONFIG}, but the arrays have ranks {', '.join(others)}."
+        problems = [f"{text} Correct r or rank_pattern."]
     if problems:
         raise ConfigError([f"{source}: {problem}" for problem in problems])
     with making_run(out):

@@ -24,11 +24,7 @@ from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.new_output import new_output
 from jaxdist.settings import ConfigError, setting
-from jaxdist.tools.convert.checkpoint_paths import (
-    Export,
-    checkpoint_of,
-    new_local_directory,
-)
+from jaxdist.tools.convert.checkpoint_paths import Export, checkpoint_of, new_local_directory
 from jaxdist.tools.convert.to_hf import model_card, write_tokenizer
 
 
@@ -91,7 +87,8 @@ def export(config: Config) -> str:
     if model.num_labels:
         score = stored.read(f"{item}/head/score").T.astype(dtype)
         tensors[peft.SCORE] = safetensors.Tensor(score.shape, dtype, [score])
-    base = config.base or (start.partition("@")[0] if hub.is_hub_name(start) else start)
+    base = config.base or start
+    base, _, revision = base.partition("@") if hub.is_hub_name(base) else (base, "", "")
     with new_output(out) as partial:
         partial.mkdir()
         write_tokenizer(settings.data, partial)
@@ -100,7 +97,8 @@ def export(config: Config) -> str:
         card = model_card(settings, int(checkpoint.name), metrics, "peft")
         (partial / "README.md").write_text(card)
         safetensors.write(partial / peft.WEIGHTS, tensors, {"format": "pt"})
-        text = json.dumps(peft.write_config(model, lora, base), indent=2, sort_keys=True)
+        settings_of_peft = peft.write_config(model, lora, base) | {"revision": revision or None}
+        text = json.dumps(settings_of_peft, indent=2, sort_keys=True)
         (partial / peft.CONFIG).write_text(text + "\n")
     total = sum(tensor.num_bytes for tensor in tensors.values())
     return f"adapters of {base}: {len(tensors)} tensors, {in_bytes(total)}: {out}"
