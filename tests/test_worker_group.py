@@ -202,6 +202,12 @@ def test_a_signal_to_a_process_whose_end_is_not_reported_yet_is_dropped():
     worker.signal(signal.SIGTERM)
 
 
+def test_the_wait_before_a_restart_is_limited_after_any_number_of_failures():
+    policy = RestartPolicy(max_restarts=9999, max_backoff_s=0.0)
+    launcher = SimpleNamespace(policy=policy, stop_signal=0)
+    assert Supervisor._wait_before_restart(launcher, 2000, -1)
+
+
 def test_a_host_that_can_start_no_process_is_a_failure_and_no_bad_setting(tmp_path, monkeypatch):
     def start(*_, **__):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

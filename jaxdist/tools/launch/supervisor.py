@@ -269,7 +269,7 @@ class Supervisor:
         """Wait before the second and later restarts; return False after a stop request."""
         policy, seconds = self.policy, 0.0
         if failures > 1:
-            seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 2))
+            seconds = min(policy.max_backoff_s, policy.backoff_s * 2.0 ** min(failures - 2, 99))
             seconds *= 1 + 0.25 * random.random()  # spread the restarts of many hosts
         when = f"in {seconds:.1f} s" if seconds else "now"
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
