@@ -140,6 +140,16 @@ def test_resume_appends_and_purges_lost_steps(tmp_path):
     assert [v for s, v in drawn if s > 5] == [106.0, 107.0, 108.0, 109.0, 110.0]
 
 
+def test_tensorboard_hides_the_steps_that_a_rollback_repeats(tmp_path):
+    with start(tmp_path, MonitoringConfig(log_interval_steps=1)) as monitor:
+        for step in (1, 2, 3):
+            train(monitor, step)
+        monitor.rewind(1, "")
+        train(monitor, 2, loss=jnp.float32(9))
+    drawn = [(s, v) for s, tag, v in scalars(monitor.run.tensorboard) if tag == "train/loss"]
+    assert drawn == [(1, 1.0), (2, 9.0)]
+
+
 def test_all_processes_continue_the_count_of_process_0(tmp_path, monkeypatch):
     broadcast_totals = iter([500, 300])  # of process 0: at the start, and after a rollback
     decide = lambda topic, _: {"units": broadcast_totals}[topic].__next__()

@@ -73,11 +73,8 @@ class Monitor:
         import jax
 
         devices = list(jax.devices()) if devices is None else list(devices)
-        self.config = config
-        self.run = run
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.unit = unit
+        self.config, self.run = config, run
+        self.total_steps, self.start_step, self.unit = total_steps, start_step, unit
         self.device_kind = str(devices[0].device_kind)
         peak = config.peak_tflops * 1e12 or peak_flops(self.device_kind, compute_dtype)
         self.throughput = Throughput(
@@ -265,6 +262,8 @@ class Monitor:
     def rewind(self, step: int, message: str) -> None:
         """Record a rollback to the checkpoint of `step`: records of later steps no longer count."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
+        if self._tensorboard is not None:
+            self._tensorboard.hide(step + 1)
         if self._records is not None:
             kept = RunSummary(read_outline(self.run.metrics, step), start_step=step, unit=self.unit)
             for name in ("units", "last", "evals", "skipped_steps"):
@@ -378,17 +377,16 @@ class Monitor:
         if self.config.prometheus:
             self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records.commit()
-        config_text = self._config_text
         if TENSORBOARD in self.config.tracker:
             first = self.start_step + 1 if self.run.resumed else None
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
-            if config_text:
-                self._tensorboard.text("config", config_text)
+            if self._config_text:
+                self._tensorboard.text("config", self._config_text)
         if others := [name for name in self.config.tracker if name != TENSORBOARD]:
             identity = Identity(
                 run_id=run_id_of(self.run_summary.first_start or self._begin),
                 name=self.run.path.name,
-                settings=flatten(tomllib.loads(config_text)),
+                settings=flatten(tomllib.loads(self._config_text)),
                 directory=str(self.run.path),
             )
             self._experiments = Trackers(others, identity)

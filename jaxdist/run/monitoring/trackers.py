@@ -176,9 +176,8 @@ class _Mlflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxdist")
         existing = self._client.get_experiment_by_name(name)
         experiment = existing.experiment_id if existing else self._client.create_experiment(name)
-        runs = self._client.search_runs(
-            [experiment], f"tags.`jaxdist.run_id` = '{identity.run_id}'"
-        )
+        same = f"tags.`jaxdist.run_id` = '{identity.run_id}'"
+        runs = self._client.search_runs([experiment], same)
         if runs:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
@@ -206,10 +205,8 @@ class _Mlflow:
 _COMPLETED = (ExitReason.FINISHED, ExitReason.STOPPED_BY_CALLBACK, ExitReason.STOPPED_EARLY)
 _ENDED_FROM_OUTSIDE = (ExitReason.PREEMPTED, ExitReason.INTERRUPTED)
 
-
 _PARAM_CHARS = 500
 """Maximum parameter length, in characters, that every version of MLflow accepts."""
-
 
 _MIRRORED_BYTES = 1 << 20
 """Size that ends a file on an object store, where each flush uploads the complete file."""
@@ -238,7 +235,6 @@ class TensorBoard:
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
 
         self._path = locate(path)
         self._path.make_directory()
@@ -249,8 +245,14 @@ class TensorBoard:
             self._scratch = tempfile.TemporaryDirectory(prefix="jaxdist-tensorboard-")
         self._open()
         if first_step is not None:
-            self._write(first_step, session_log=SessionLog(status=SessionLog.START))
+            self.hide(first_step)
         self._safely(self._writer.flush)
+
+    def hide(self, first_step: int) -> None:
+        """Let TensorBoard hide the earlier points from `first_step` on, which the run repeats."""
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._write(first_step, session_log=SessionLog(status=SessionLog.START))
 
     def text(self, tag: str, text: str) -> None:
         """Write a text, displayed unformatted."""
