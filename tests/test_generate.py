@@ -270,9 +270,9 @@ def test_the_training_text_is_continued_within_the_trained_length(parts, rows, c
 def test_the_prompt_of_a_conversation_is_its_first_question():
     """Weight 1 at position i marks that the next token is the assistant's."""
     tokens, weights = np.arange(8), np.array([0, 0, 0, 1, 1, 0, 0, 1], np.float32)
-    rows = [{"tokens": tokens, "weights": weights}]
-    np.testing.assert_array_equal(text_generation.first_question(rows), [0, 1, 2, 3])
-    assert not len(text_generation.first_question([{"tokens": tokens, "weights": 0 * weights}]))
+    row = {"tokens": tokens, "weights": weights}
+    np.testing.assert_array_equal(text_generation.first_question(row), [0, 1, 2, 3])
+    assert not len(text_generation.first_question({"tokens": tokens, "weights": 0 * weights}))
 
 
 @pytest.mark.slow

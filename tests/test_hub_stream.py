@@ -27,6 +27,7 @@ from refusals import refused
 from jaxdist.data import DataConfig, Loader, hub_stream, open_datasets, resume_position, tars
 from jaxdist.data import parquet as parquet_files
 from jaxdist.run.metrics_log import read_records
+from jaxdist.run.text_generation import first_prompt
 from jaxdist.runtime import hub as hub_files
 
 COMMIT = "0" * 39 + "1"
@@ -138,6 +139,13 @@ def test_rows_after_a_rollback_are_the_same_again(hub):
     walk(dataset, 20, start=resume_position(state, dataset, seed=3))  # opens further shards
     again, _ = walk(dataset, 21, start=resume_position(state, dataset, seed=3))
     assert [digest for _, digest in again] == [digest for _, digest in undisturbed[3:]]
+
+
+def test_prompt_at_the_end_needs_no_download(hub, monkeypatch):
+    dataset = opened()[0]
+    walk(dataset, 60)  # the first shard is deleted
+    monkeypatch.setattr(hub_stream.StreamedPart, "_open", lambda self, shard: 1 / 0)
+    assert first_prompt(DataConfig(sources=[SOURCE]), dataset)
 
 
 def test_disk_holds_two_buffers_and_no_downloads(hub):

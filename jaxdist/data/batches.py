@@ -239,7 +239,6 @@ def device_placer(
         name: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)]))
         for name, (shape, _) in fields.items()
     }
-
     seq_len = fields["tokens"][0][0] if held.seq_indices is not None else 0
 
     def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:

@@ -154,13 +154,15 @@ class Dataset:
         """The streamed parts by index in `parts`."""
         return {n: part for n, part in enumerate(self.parts) if isinstance(part, StreamedPart)}
 
+    def sample_row(self) -> Rows:
+        """Return the first row; of a stream, that of a shard which is on disk."""
+        return self[self.streams[0].row_at_hand() if 0 in self.streams else 0]
+
     def order(self, seed: int, *, ahead: bool = False) -> Order:
         """Return the order of training; with `ahead`, its use prepares shards of streamed parts."""
         sizes = [part.num_rows for part in self.parts]
         about = (sizes, self.weights, seed, self.rows_per_example, self.stages)
-        if self.streams:
-            return StreamOrder(self.streams, *about, ahead=ahead)
-        return Order(*about)
+        return StreamOrder(self.streams, *about, ahead=ahead) if self.streams else Order(*about)
 
     def in_examples(self, rows_per_example: int) -> Dataset:
         """Return this dataset with orders that keep each group of adjacent rows together."""

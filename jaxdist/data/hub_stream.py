@@ -134,6 +134,11 @@ class StreamedPart:
             self.counts[shard] = self._get(shard).rows.num_rows
         return self.counts[shard]
 
+    def row_at_hand(self) -> int:
+        """Return the first row of a shard that is on disk, if one has rows, else of the first."""
+        with self._changed:
+            return min((n for n in self._ready if self.counts[n] > 0), default=0) * SHARD_ROWS
+
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Return rows of `indices` int64 [n], name -> [n, ...]; `spans` as in `Part.rows`."""
         shards, offsets = np.divmod(indices, SHARD_ROWS)
@@ -339,8 +344,7 @@ class _Buffers:
 
     def _counts(self, shards: np.ndarray) -> np.ndarray:
         """Return the number of examples of each shard, int64 [n]."""
-        counts = [self._part.count(shard) // self._size for shard in shards.tolist()]
-        return np.array(counts, np.int64)
+        return np.array([self._part.count(one) // self._size for one in shards.tolist()], np.int64)
 
     def _shards(self, buffer: int) -> np.ndarray:
         """Return the shards of a buffer, int64 [n]."""

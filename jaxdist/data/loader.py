@@ -295,13 +295,8 @@ def resume_position(
             for number, part in dataset.streams.items():
                 part.counts = [*state.get("row_counts", {}).get(str(number), part.counts)]
             _check_ledger(ledger, dataset, seed)
-        iterators = state.get("iterators")
-        return Position(
-            int(state["next_sample"]),
-            left_out,
-            None if iterators is None else tuple(iterators),
-            ledger,
-        )
+        iterators = tuple(state["iterators"]) if "iterators" in state else None
+        return Position(int(state["next_sample"]), left_out, iterators, ledger)
     if restarts:
         return Position(0, left_out, ledger=ledger[-1:])
     raise ConfigError(

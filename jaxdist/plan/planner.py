@@ -43,7 +43,6 @@ from jaxdist.settings import ConfigError
 _MOST_COMPILATIONS = 3
 """Maximum number of candidates to compile until one fits."""
 
-
 Rejected = tuple[tuple[Candidate, CompiledStep], ...]
 """Other candidates that did not fit when compiled."""
 

@@ -19,7 +19,6 @@ log = logging.getLogger("jaxdist")
 START_SETTINGS = ("resume", "run_dir", "override", "replay", "simulate")
 """Settings of a single start, which are not settings of the run."""
 
-
 _NAME = "Name a run directory, such as runs/<name>-<time>."
 
 

@@ -314,7 +314,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     if budget is not None:
         notes += [budget.line(), *([budget.remat.line()] if budget.remat else [])]
     if isinstance(data, Dataset) and data.kind == "text" and data.tokenizer is not None:
-        start = data.tokenizer.decode(data[0]["tokens"][:_PREVIEW_TOKENS], show_special=True)
+        tokens = data.sample_row()["tokens"][:_PREVIEW_TOKENS]
+        start = data.tokenizer.decode(tokens, show_special=True)
         notes.append(f"the first row starts with {start!r}")
     facts = {
         "mesh": str(parts.spec),

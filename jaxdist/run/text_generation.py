@@ -23,6 +23,7 @@ from jaxdist.core.types import Array, Context, Dims, Model, Params, dot
 from jaxdist.core.weights import with_weights
 from jaxdist.data import DataConfig, Dataset, TrainData, load_tokenizer
 from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
+from jaxdist.data.packing import Rows
 from jaxdist.data.tokenizer import Tokenizer, begin_text
 from jaxdist.run.command_settings import TextSettings
 from jaxdist.run.setup import Parts
@@ -153,7 +154,7 @@ def first_prompt(data: DataConfig, rows: TrainData) -> str:
         return "def __init__(self"
     if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
         return ""
-    text = rows.tokenizer.decode(rows[0]["tokens"][:_OPENING_TOKENS])
+    text = rows.tokenizer.decode(rows.sample_row()["tokens"][:_OPENING_TOKENS])
     words = next((line.split() for line in text.splitlines() if line.strip()), [])
     return " ".join(words[:4])
 
@@ -166,9 +167,8 @@ def first_request(data: DataConfig, rows: TrainData) -> str:
     return f"--prompt {shlex.quote(prompt)}" if prompt else ""
 
 
-def first_question(rows: Dataset) -> np.ndarray:
-    """Return the first row's token ids [length] before its first answer; length 0 without one."""
-    row = rows[0]
+def first_question(row: Rows) -> np.ndarray:
+    """Return a row's token ids [length] before its first answer; length 0 without one."""
     answered = np.flatnonzero(row["weights"])
     # The weight at a position applies to the next token.
     return row["tokens"][: int(answered[0]) + 1] if len(answered) else row["tokens"][:0]
@@ -185,7 +185,7 @@ def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, st
     if parts.model.decoding is None or not isinstance(rows, Dataset) or rows.tokenizer is None:
         return "", ""
     if is_chat or config.data.has_single_rows:
-        prompt = first_question(rows)
+        prompt = first_question(rows.sample_row())
     else:
         text = first_prompt(config.data, rows)
         prompt = begin_text(rows.tokenizer, rows.tokenizer.encode(text)) if text else np.zeros(0)

@@ -40,7 +40,6 @@ _NUMBERS = ("loss", "grad_norm", "learning_rate")
 
 _VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
 
-
 _MAX_NAMES = 8
 """Maximum names of one kind to list before "and N more"."""
 
