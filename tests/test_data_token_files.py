@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,14 @@ def test_a_file_without_end_tokens_is_one_document_with_a_warning(tmp_path, capl
     corpus = open_rows(tmp_path / "train.bin").parts[0].corpus
     assert corpus.document_ends.tolist() == [200]
     assert [record.levelname for record in caplog.records if "end token" in record.message]
+
+
+def test_batches_of_a_file_share_its_descriptor(tmp_path):
+    dataset = open_rows(save_arrow(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    corpus = Corpus(dataset.parts[0].corpus.folder)
+    assert len(corpus._shards) > 6
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # documents.bin and two files
 
 
 def test_a_file_that_disappears_is_named(tmp_path):

@@ -79,8 +79,9 @@ class Corpus:
         self._starts = [0, *itertools.accumulate(map(int, sizes))]
         stored = None if self.folder.is_local else self.folder.sizes()
         open_file = lambda name, dtype, count: _open(self.folder / name, dtype, count, stored)
+        map_file = functools.cache(lambda file: np.memmap(file, np.uint8, "r"))
         self._shards = [
-            _map_part(shard, self._dtype)
+            _map_part(shard, self._dtype, map_file)
             if "offset" in shard
             else open_file(shard["file"], self._dtype, shard["num_tokens"])
             for shard in about["shards"]
@@ -472,11 +473,10 @@ def _open(
     return np.memmap(path.path, dtype, mode="r").view(np.ndarray)
 
 
-def _map_part(shard: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
-    """Map a part of a file elsewhere, as an array [num_tokens]."""
-    count, offset = shard["num_tokens"], shard["offset"]
+def _map_part(shard: dict[str, Any], dtype: np.dtype[Any], map_file: Any) -> np.ndarray:
+    """Map a part of a file elsewhere, as an array [num_tokens]; a map takes a file descriptor."""
     try:
-        return np.memmap(shard["file"], dtype, "r", offset, (count,)).view(np.ndarray)
+        return np.frombuffer(map_file(shard["file"]), dtype, shard["num_tokens"], shard["offset"])
     except (OSError, ValueError) as error:  # removed or shortened since it was indexed
         raise ConfigError(f"{shard['file']!r} cannot be read: {error}. Check the file.") from None
 
