@@ -239,6 +239,18 @@ def test_a_new_head_is_random_and_omitted_weights_are_named(tmp_path):
         read_run(["--reinit-params=head"], command="jaxdist.train")
 
 
+@pytest.mark.parametrize(("model_type", "new"), [("phi3", ""), ("llama", "head/kernel")])
+def test_adapters_that_peft_cannot_use_are_refused_before_training(tmp_path, model_type, new):
+    make_directory(tmp_path, "llama2")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--init-from", str(tmp_path), "--lora.rank=4", "--train.seq_len=64"]
+    flags += [f"--reinit-params={new}"] if new else []
+    read_run(flags, command="jaxdist.train")
+    with refused("checkpoint.export=hf", new or "fuses", "convert merge", num_problems=1):
+        read_run([*flags, "--checkpoint.export=hf"], command="jaxdist.train")
+
+
 def test_weights_with_nan_are_refused_by_name(tmp_path):
     from jaxdist.run.setup import assemble
 

@@ -167,9 +167,7 @@ class RunConfig:
             num_labels=self.model.num_labels,
             has_adapters=bool(self.lora.rank),
         )
-        about = self.checkpoint.export, self.model, self.named_directory
-        problems += export_problems(*about, self.init_from, self.lora)
-        return problems + self._early_mesh_problems()
+        return problems + export_problems(self) + self._early_mesh_problems()
 
     @property
     def run(self) -> RunConfig:

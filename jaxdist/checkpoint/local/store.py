@@ -21,7 +21,6 @@ KEPT = 2
 
 DOCUMENT = "document.json"
 
-
 LINEAGE_FILE = "local_tier.json"
 """File in the checkpoint directory with an id of the run, the directory's path (a copy is another
 run), and the step from which each generation (start or rollback) resumed. A local save is valid

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxdist.data.tokenizer import TOKENIZER_FILES
-from jaxdist.models.adapters import LoraConfig
-from jaxdist.models.configs import DecoderConfig, ModelConfig
+from jaxdist.models.adapters import SCORE
+from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import decoder_of, family_of, read_config
 from jaxdist.models.huggingface.mxfp4 import with_unpacked
@@ -41,21 +41,31 @@ def is_model(path: str | os.PathLike[str]) -> bool:
     return (folder / "config.json").exists() and not (folder / "config.toml").exists()
 
 
-def export_problems(
-    export: str, model: ModelConfig, run_dir: str, init_from: str, lora: LoraConfig
-) -> list[str]:
-    """Return error messages if a run with these settings cannot be exported."""
-    if export == "none":
+def adapter_problems(run: Any, base: str) -> list[str]:
+    """Return why PEFT cannot use the adapters of `run`, a `RunConfig`, with `base` if not ""."""
+    if not run.lora.rank:
+        return []
+    problems, merge = rename_problems(run.model, run.lora), "Use convert merge, then to-hf."
+    if base and (new := [n for n in run.reinit_params if n.removeprefix("params/") != SCORE]):
+        problems.append(f"{base} lacks the run's own {', '.join(new)} (reinit_params). {merge}")
+    if base and is_model(base) and read_json(folder_of(base))["model_type"] == "phi3":
+        problems.append(f"{base} fuses modules that have adapters of their own here. {merge}")
+    return problems
+
+
+def export_problems(run: Any) -> list[str]:
+    """Return error messages if a run with these settings, a `RunConfig`, cannot be exported."""
+    if run.checkpoint.export == "none":
         return []
     try:
-        family_of(decoder := decoder_of(model, "the run"))
-        problems = rename_problems(decoder, lora) if lora.rank else []
+        family_of(decoder_of(run.model, "the run"))
+        problems = adapter_problems(run, run.init_from)
     except ConfigError as error:
         problems = list(error.problems)
-    if is_url(run_dir):
+    if is_url(run.named_directory):
         problems.append("safetensors are written to a local disk, and run_dir is a URL.")
-    if lora.rank and not (init_from and is_model(init_from)):
-        problems.append(f"adapters need a Hugging Face model in init_from, not {init_from!r}.")
+    if run.lora.rank and not (run.init_from and is_model(run.init_from)):
+        problems.append(f"adapters need a Hugging Face model in init_from, not {run.init_from!r}.")
     return [f"checkpoint.export=hf: {problem} Use export=none." for problem in problems]
 
 

@@ -18,7 +18,7 @@ from jaxdist.checkpoint.blocks import dtype_of
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import settings_of_run
 from jaxdist.models.huggingface import peft, safetensors
-from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
+from jaxdist.models.huggingface.directory import adapter_problems, is_model
 from jaxdist.models.huggingface.families import decoder_of
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -62,12 +62,7 @@ def export(config: Config) -> str:
             f"{config.src} was not trained from a Hugging Face model (init_from={start!r}). Name "
             "the base model with --base."
         )
-    if start and is_model(start) and read_json(folder_of(start)).get("model_type") == "phi3":
-        raise ConfigError(
-            f"{start} fuses modules that have adapters of their own here. Use convert merge, then "
-            "to-hf."
-        )
-    if problems := peft.rename_problems(model, lora):
+    if problems := adapter_problems(settings, "" if config.base else start):
         raise ConfigError(problems)
     item = pytree.weights_item(config.weights, stored.entries)
     dtype = dtype_of(config.dtype)
