@@ -143,6 +143,9 @@ configs:
   data_files: "sample/10BT/*"
 - config_name: part
   data_dir: data/dump
+- config_name: inner
+  data_dir: data
+  data_files: dump/train*
 ---
 """
     (root / "README.md").write_text(configs)
@@ -150,7 +153,7 @@ configs:
     names = lambda source: [file.path for file in find_files(source)]
     small = ["sample/10BT/000_00000.parquet"]
     assert names("hf://org/set/sample-10BT") == names("hf://org/set/sample/10BT") == small
-    assert names("hf://org/set/all") == names("hf://org/set/part")
+    assert names("hf://org/set/all") == names("hf://org/set/part") == names("hf://org/set/inner")
     assert names("hf://org/set/all") == ["data/dump/train-00000.parquet"]
     assert names("hf://org/set/all:test") == ["data/dump/test-00000.parquet"]
     with refused("several configs", "all", "sample-10BT"):

@@ -163,12 +163,11 @@ def hub_files(source: str) -> list[HubFile]:
         raise ConfigError(
             f"data source {source!r} has no files on the hub. Check config and split."
         )
-    unread = {path for path in paths if not any(kind.fullmatch(path) for kind in _FORMATS)}
+    unread = {PurePosixPath(x).suffix for x in paths if not any(f.fullmatch(x) for f in _FORMATS)}
     if unread:
-        kinds = sorted({PurePosixPath(path).suffix for path in unread})
         raise ConfigError(
-            f"data source {source!r} has {', '.join(kinds)} files: Parquet, .jsonl, .txt and .tar "
-            "are read. The hub has a Parquet copy of most data sets: use "
+            f"data source {source!r} has {', '.join(sorted(unread))} files: Parquet, .jsonl, .txt "
+            "and .tar are read. The hub has a Parquet copy of most data sets: use "
             f"hf://{parts.repo}/{parts.config or 'default'}@refs/convert/parquet"
         )
     hub.check_access(parts.name, paths[0])
@@ -204,7 +203,8 @@ def _select(parts: HubSet, source: str, paths: list[str], card: dict[str, Any]) 
                 )
         entry = entries[names.index(folder) if folder else 0]
         if "data_files" in entry:
-            return _chosen(parts, source, _declared(entry["data_files"], paths))
+            declared = _declared(entry["data_files"], paths, str(entry.get("data_dir") or ""))
+            return _chosen(parts, source, declared)
         folder = str(entry["data_dir"])
     folder = folder.strip("/")
     inside = [path for path in paths if not folder or f"/{path}".find(f"/{folder}/") >= 0]
@@ -226,14 +226,14 @@ def _select(parts: HubSet, source: str, paths: list[str], card: dict[str, Any]) 
     return _chosen(parts, source, splits)
 
 
-def _declared(data_files: Any, paths: list[str]) -> dict[str, list[str]]:
-    """Return split -> paths for `data_files` of a README."""
+def _declared(data_files: Any, paths: list[str], folder: str) -> dict[str, list[str]]:
+    """Return split -> paths for `data_files` of a README, which are relative to `folder`."""
     if not isinstance(data_files, list) or not all(isinstance(x, dict) for x in data_files):
         data_files = [{"split": "train", "path": data_files}]
     splits: dict[str, list[str]] = {}
     for entry in data_files:
         patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-        fits = [re.compile(regex_of(str(pattern))) for pattern in patterns]
+        fits = [re.compile(regex_of(str(PurePosixPath(folder, str(one))))) for one in patterns]
         chosen = [path for path in sorted(paths) if any(fit.fullmatch(path) for fit in fits)]
         splits.setdefault(str(entry.get("split", "train")), []).extend(chosen)
     return splits
