@@ -19,6 +19,7 @@ from jaxdist.runtime.storage import locate
 from jaxdist.settings import ConfigError
 from jaxdist.tools.launch import supervisor
 from jaxdist.tools.launch.__main__ import read_config
+from jaxdist.tools.launch.slurm import SlurmConfig, batch_script
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 
@@ -356,6 +357,14 @@ def test_train_gets_one_run_directory_for_all_attempts():
     plan = read_config(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"])
     assert str(plan.run_directory) == "runs/mine"
     assert plan.command[-2:] == ["--run_dir", "runs/mine"]
+
+
+@pytest.mark.parametrize("flags", [["--resume", "runs/b", "--run-dir", "a"], ["--run-dir=runs/b"]])
+def test_the_run_that_training_names_is_that_of_its_launchers(flags):
+    assert str(read_config(["--", *flags]).run_directory) == "runs/b"
+    assert "\nrun_dir=runs/b\n" in batch_script(SlurmConfig(time="9:00", arguments=flags))
+    other = read_config(["--program", "python mine.py", "--", "--resume", "runs/b"])
+    assert other.run_directory.name.startswith("launch-")
 
 
 def test_program_flags_before_the_dashes_are_rejected_with_the_fix():

@@ -85,18 +85,16 @@ def host_memory_bytes() -> int:
 
 def pinned_limit_bytes() -> float:
     """Return the value of `PINNED_LIMIT_GIB` in bytes; inf if it is not set to a number."""
-    try:
+    with contextlib.suppress(ValueError):
         return float(os.environ.get(PINNED_LIMIT_GIB, "")) * 2**30
-    except ValueError:
-        return math.inf
+    return math.inf
 
 
 def memory_fraction() -> float:
     """Return the value of `MEMORY_FRACTION`, or `DEFAULT_MEMORY_FRACTION`."""
-    try:
+    with contextlib.suppress(ValueError):
         return float(os.environ.get(MEMORY_FRACTION, ""))
-    except ValueError:
-        return DEFAULT_MEMORY_FRACTION
+    return DEFAULT_MEMORY_FRACTION
 
 
 def xla_flag_names() -> frozenset[str]:

@@ -260,8 +260,7 @@ def _errors(name: str, kind: Kind) -> Iterator[None]:
         from huggingface_hub import errors
 
         lasting = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-        is_lasting = is_offline() or isinstance(error, lasting)
-        raised = ConfigError if is_lasting else Unreachable
+        raised = ConfigError if is_offline() or isinstance(error, lasting) else Unreachable
         raise raised(_problem(name, error, kind)) from None
 
 

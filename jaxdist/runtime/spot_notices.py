@@ -82,8 +82,8 @@ def _aws_notice(address: str) -> str:
 
 
 def _google_notice(address: str) -> str:
-    headers = {"Metadata-Flavor": "Google"}
-    value = _read(f"{address}/computeMetadata/v1/instance/preempted", headers)
+    url = f"{address}/computeMetadata/v1/instance/preempted"
+    value = _read(url, {"Metadata-Flavor": "Google"})
     return "preempted" if value == "TRUE" else ""
 
 

@@ -23,7 +23,6 @@ _PACKAGES = (
     *("ml_dtypes", "pyarrow", "tensorboardX", "tokenizers"),
 )
 
-
 _NVIDIA = re.compile(
     r"((?:nvidia_(?:cuda_runtime|cuda_nvcc|cudnn|nccl)|jax_cuda)\w*)-(.+)\.dist-info"
 )

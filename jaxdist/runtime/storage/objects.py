@@ -248,11 +248,9 @@ class ObjectLocation(Location):
 
     def version(self) -> int:
         """Return the time of the last write in ns, often whole seconds; 0 if it cannot be read."""
-        try:
-            metas = self._metas()
-        except OSError:
-            return 0
-        return max(int(meta["last_modified"].timestamp() * 1e9) for meta in metas)
+        with contextlib.suppress(OSError):
+            return max(int(meta["last_modified"].timestamp() * 1e9) for meta in self._metas())
+        return 0
 
     def free_bytes(self) -> int:
         """Return the largest integer: an object store is never full."""

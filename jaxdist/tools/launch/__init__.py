@@ -6,6 +6,9 @@ and `fork_server` start child processes that do.
 
 import contextlib
 import sys
+from collections.abc import Sequence
+
+from jaxdist.settings import value_of
 
 
 def log(text: str) -> None:
@@ -17,3 +20,9 @@ def write(text: str) -> None:
     """Write a text to stderr; a full disk or a closed terminal must not end the job."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def run_of(arguments: Sequence[str]) -> str:
+    """Return the run directory that arguments of `jaxdist.train` name; "" = a new one."""
+    resume = value_of(arguments, "resume") or "auto"
+    return value_of(arguments, "run_dir") or "" if resume in ("auto", "never") else resume

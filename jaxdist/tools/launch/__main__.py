@@ -35,6 +35,7 @@ from jaxdist.runtime.cluster_environment import is_address, is_loopback
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.settings.schema import flag_of
+from jaxdist.tools.launch import run_of
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible, read_sizes
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Rendezvous
@@ -204,6 +205,8 @@ class LaunchConfig:
     @property
     def directory(self) -> str:
         """Return the run directory by the launcher's or the program's flags; "" without one."""
+        if self.module == _TRAIN and not self.program:
+            return self.run_dir or run_of(self.arguments)
         return self.run_dir or value_of(self.arguments, "run_dir") or ""
 
     @functools.cached_property
@@ -258,10 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nproc_per_node, nnodes = config.ranges()
     command, agent = config.command, None
     if config.is_elastic:
-        sizes: LegalSizes | int = LegalSizes()
         trains = _TRAIN in command
-        if trains:
-            sizes = read_sizes(command[command.index(_TRAIN) + 1 :])
+        sizes = read_sizes(command[command.index(_TRAIN) + 1 :]) if trains else LegalSizes()
         if isinstance(sizes, int):
             return sizes
         limits = {"address": socket.gethostname(), **config.elastic_settings}

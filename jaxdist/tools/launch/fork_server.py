@@ -85,8 +85,7 @@ class ForkServer:
 
     def is_ready(self) -> bool:
         """Return whether the imports are done, so that a start can fork without waiting."""
-        self._read(0.0)
-        return self._ready and not self._gone
+        return not self.is_gone() and self._ready
 
     def is_gone(self) -> bool:
         """Return whether the server process has ended."""

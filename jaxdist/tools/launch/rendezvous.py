@@ -285,9 +285,8 @@ class Rendezvous:
         """Return whether a host's heartbeat grew within `heartbeat_timeout_s` of its last read."""
         if host.uuid == self.own.uuid:
             return True
-        seen = self._observed[host.rank]
-        moved_at = seen.moved_at
-        return moved_at is not None and seen.read_at - moved_at <= self.heartbeat_timeout_s
+        one = self._observed[host.rank]
+        return one.moved_at is not None and one.read_at - one.moved_at <= self.heartbeat_timeout_s
 
     def read_at(self, host: Host) -> float:
         """Return when a host's file was last read, by this clock."""

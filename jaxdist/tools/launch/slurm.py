@@ -19,9 +19,10 @@ from pathlib import Path
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
-from jaxdist.runtime.storage import file_system_problem
+from jaxdist.runtime.storage import file_system_problem, is_url
 from jaxdist.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.settings.schema import flag_of
+from jaxdist.tools.launch import run_of
 from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes, read_sizes
 
 COMMAND = "jaxdist.launch slurm"
@@ -136,10 +137,8 @@ class SlurmConfig:
                 f"--time {-(-2 * self.signal_s // 60)} (minutes) or more, or less --signal-s."
             )
         for name in _ONE_LINE:
-            value = getattr(self, name)
-            if any(
-                c in text for text in ([value] if isinstance(value, str) else value) for c in "\n\r"
-            ):
+            value = getattr(self, name)  # a text or several
+            if re.search("[\n\r]", "".join(value)):
                 problems.append(f"{flag_of(name)} {value!r} contains a line break. Use one line.")
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
             problems.append(
@@ -273,7 +272,9 @@ def batch_script(
 
     nodes = nodes or Nodes.parse(config.nodes)
     # The shell does not expand quoted text, and the home differs in a container.
-    config = dataclasses.replace(config, run_dir=os.path.expanduser(config.run_dir))
+    named = "" if config.program or tasks else run_of(config.arguments)
+    run_dir = os.path.expanduser(config.run_dir or named * (not is_url(named)))
+    config = dataclasses.replace(config, run_dir=run_dir)
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )

@@ -179,12 +179,10 @@ class Worker:
         lost = sorted(lost_ids - {self.process_id}) or [0]  # if unnamed: the coordinator
         names = []
         for process_id in lost[:4]:
-            try:
-                progress = self.log_file.with_name(f"process-{process_id}.progress.json")
-                host = locate(progress).json()["host"]
-                names.append(f"process {process_id} on {host}")
-            except (OSError, ValueError, KeyError):
-                names.append(f"process {process_id}")
+            names.append(f"process {process_id}")
+            progress = self.log_file.with_name(f"process-{process_id}.progress.json")
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                names[-1] += f" on {locate(progress).json()['host']}"
         return ", ".join(names) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
 
     def _read(self, stream: IO[bytes], prefix: str) -> None:
