@@ -130,6 +130,7 @@ def test_configs_of_the_readme_and_of_folders(hub, tmp_path):
     write_parquet(root / "sample" / "10BT" / "000_00000.parquet", ["small"])
     write_parquet(root / "data" / "dump" / "train-00000.parquet", ["large"])
     write_parquet(root / "data" / "dump" / "test-00000.parquet", ["held out"])
+    write_parquet(root / "old" / "data" / "dump" / "train-00000.parquet", ["of no config"])
     (root / "LICENSE.txt").write_text("words")
     configs = """---
 configs:

@@ -205,8 +205,8 @@ def _select(parts: HubSet, source: str, paths: list[str], card: dict[str, Any]) 
         if "data_files" in entry:
             declared = _declared(entry["data_files"], paths, str(entry.get("data_dir") or ""))
             return _chosen(parts, source, declared)
-        folder = str(entry["data_dir"])
-    folder = folder.strip("/")
+        root, folder = str(entry["data_dir"]).strip("/"), ""
+        paths = [path for path in paths if PurePosixPath(path).is_relative_to(root)]
     inside = [path for path in paths if not folder or f"/{path}".find(f"/{folder}/") >= 0]
     by_kind = ([path for path in inside if kind.fullmatch(path)] for kind in (*_FORMATS, _UNREAD))
     data = next(filter(None, by_kind), [])
