@@ -307,6 +307,7 @@ def test_compile_times_are_stored_for_each_program(tmp_path, monkeypatch):
         (numbers.in_bytes, 0, "0 B"),
         (numbers.in_si, 8_030_261_248, "8.03B"),
         (numbers.in_si, 124_439_808, "124M"),
+        (numbers.in_si, 999_600, "1M"),
         (numbers.count, 1234.4, "1,234"),
         (numbers.duration, 0.0123, "12.3ms"),
         (numbers.duration, 59.96, "1m00s"),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 MIB, GIB = 2**20, 2**30
-
 TIMES = "\u00d7"
-
 UNITS = {"tokens": "tok", "images": "img"}
 
 
@@ -22,7 +20,7 @@ def in_bytes(num_bytes: float) -> str:
 def in_si(number: float) -> str:
     """Format 8030261248 as "8.03B", as model cards do."""
     for value, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= value:
+        if abs(number) >= 0.9995 * value:  # 999.6k is 1M with three digits
             return f"{number / value:.3g}{letter}"
     return f"{number:.3g}"
 
