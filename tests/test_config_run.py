@@ -144,6 +144,16 @@ def test_tokens_per_step_and_state_in_the_comments_are_right(path):
         assert float(stated[1]) == pytest.approx(size, rel=0.006)  # rounded to three digits
 
 
+def test_paths_of_tokenizer_and_template_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tokenizer.json", "chat.jinja"):
+        (tmp_path / name).touch()
+    flags = ["--data.tokenizer=tokenizer.json", "--data.chat-template=chat.jinja"]
+    data = read_run(flags, command="x", check_rules=False).data
+    assert data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert data.chat_template == str(tmp_path / "chat.jinja")
+
+
 def test_a_folder_does_not_hide_a_config_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama3_8b").mkdir()

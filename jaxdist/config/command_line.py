@@ -155,10 +155,9 @@ def _describe(run: RunConfig, small: RunConfig) -> str:
     """Return one line about a small run and how it differs."""
     full: Any = run.model
     model: Any = small.model
-    data = small.data
     if model.reads == "images":
         return f"--try: {run.name}, {small.train.steps} steps on generated images"
-    tokenizer = data.tokenizer_name
+    tokenizer = small.data.tokenizer_name
     reason = f"a vocabulary of {full.vocab_size:,} would take longer"
     why = f", because {reason}" if full.vocab_size > model.vocab_size else ""
     return (
@@ -182,7 +181,8 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))
     is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
-    file = here if is_file else _with_commit(file, directory)
+    template = run.data.chat_template
+    is_kept = template in ("auto", "plain") or not os.path.isfile(template)
     teacher = _lasting(run.objective.teacher, directory)
     # With adapters, each start reads `init_from` again.
     start = (_lasting if run.lora.rank else _with_commit)(run.init_from, directory)
@@ -193,7 +193,8 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
         objective=dataclasses.replace(run.objective, teacher=teacher),
         data=dataclasses.replace(
             run.data,
-            tokenizer=file,
+            tokenizer=here if is_file else _with_commit(file, directory),
+            chat_template=template if is_kept else os.path.abspath(template),
             sources=[pinned(source) for source in run.data.sources],
             eval_sources=[
                 f"{name}={pinned(source)}" if name else pinned(source)
@@ -259,9 +260,9 @@ def _with_text_format(run: RunConfig, stored: Mapping[str, Any]) -> RunConfig:
     """
     if not stored:
         return run
-    stored_format = stored.get("data", {}).get("text_format")
-    text_format = min(run.data.text_format, stored_format or OLD_TEXT_FORMAT)
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, text_format=text_format))
+    text_format = stored.get("data", {}).get("text_format", OLD_TEXT_FORMAT)
+    data = dataclasses.replace(run.data, text_format=min(run.data.text_format, text_format))
+    return dataclasses.replace(run, data=data)
 
 
 def _base_of(values: InputValues) -> RunConfig | None:
@@ -362,8 +363,7 @@ def stored_run(path: str | os.PathLike[str]) -> RunConfig:
         is_stored=True,
         read_url=read_url,
     )
-    file = locate(path)
-    is_config = file.name == "config.toml"
+    is_config = (file := locate(path)).name == "config.toml"
     return _with_text_format(run, tomllib.loads(file.text())) if is_config else run
 
 
