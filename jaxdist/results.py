@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, overload
 
@@ -111,23 +111,22 @@ class Run:
         Loss and grad_norm of a step without labels are None. Records that a restart or rollback
         discarded are left out, also from `evaluations` and `losses`.
         """
-        return self._records("train")
+        return [*self._records("train")]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Return one record per evaluation during training, oldest first."""
-        return self._records("eval")
+        return [*self._records("eval")]
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return starts, saves, warnings and other events, oldest first."""
-        return self._records("event")
+        return [*self._records("event")]
 
     @property
     def losses(self) -> list[float]:
         """Return the loss of each step, as in `metrics` but NaN without labels."""
-        records = stream_records(self._directory.metrics)
-        losses = (r["loss"] for r, counts in records if counts and r["kind"] == "train")
+        losses = (record["loss"] for record in self._records("train"))
         return [math.nan if loss is None else loss for loss in losses]
 
     @property
@@ -249,6 +248,6 @@ class Run:
     def _weights(self) -> LoadedWeights:
         return self._opened.weights(self._step, self._kind)
 
-    def _records(self, kind: str) -> list[dict[str, Any]]:
+    def _records(self, kind: str) -> Iterator[dict[str, Any]]:
         records = stream_records(self._directory.metrics)
-        return [record for record, counts in records if counts and record["kind"] == kind]
+        return (record for record, counts in records if counts and record["kind"] == kind)

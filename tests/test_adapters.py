@@ -272,6 +272,9 @@ def test_peft_settings_that_are_not_supported_are_reported(base_of):
     config = config_of(base_of("llama2"))
     good = peft_format.write_config(config.model, config.lora, "base")
     assert peft_format.read_config(good, config.model, "dir").rank == 4
+    for pattern in ("q_proj", "self_attn.q_proj", r"model.layers.\d.self_attn.q_proj"):
+        ranked = peft_format.read_config({**good, "rank_pattern": {pattern: 8}}, config.model, "d")
+        assert ranked.ranks == ["q_proj=8"]
     everything = {**good, "target_modules": "all-linear"}
     assert len(peft_format.read_config(everything, config.model, "dir").targets) == 7
     for key, value in (
@@ -284,6 +287,7 @@ def test_peft_settings_that_are_not_supported_are_reported(base_of):
     for key, value in (
         ("r", "x"), ("lora_alpha", [3]), ("rank_pattern", ["q_proj"]), ("target_modules", [3]),
         ("target_modules", "("), ("target_parameters", 5), ("modules_to_save", True),
+        ("rank_pattern", {"(": 3}),
         ("trainable_token_indices", 5), ("trainable_token_indices", ["x"]),
     ):  # fmt: skip
         with refused(f"{key}={value!r}"):

@@ -1,6 +1,8 @@
 """The order of the training loop, with a session that only records its calls."""
 
+import contextlib
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from jaxdist.checkpoint.events import make_group
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 from jaxdist.run import session as session_module
 from jaxdist.run.evaluation_loop import EarlyStopping, NoLabels
+from jaxdist.run.metrics_log import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Session, StepActions
 
@@ -132,6 +135,18 @@ def test_last_state_is_saved_over_a_corrupt_checkpoint_of_its_step():
         run=space(path="run"), parts=space(model=space(decoding=None)), _end=lambda *args: 0,
     )  # fmt: skip
     assert Session.finish(session) == 0 and forced == [True]
+
+
+def test_local_saves_of_a_run_that_stops_early_are_deleted():
+    space, calls, none = types.SimpleNamespace, [], lambda *args, **fields: None
+    session = space(
+        watchdog=space(phase=lambda name: contextlib.nullcontext(), enter=none), step=2,
+        checkpointer=space(wait=lambda exports: True, discard_local=lambda: calls.append("local")),
+        loader=space(close=none), forward_events=none, run=space(checkpoints=Path("checkpoints")),
+        monitor=space(summary=none),
+    )  # fmt: skip
+    assert Session._end(session, ExitReason.PREEMPTED, 75, []) == 75 and calls == []
+    assert Session._end(session, ExitReason.STOPPED_EARLY, 0, []) == 0 and calls == ["local"]
 
 
 def test_all_actions_due_on_one_step_are_done():

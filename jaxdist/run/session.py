@@ -456,7 +456,7 @@ class Session:
             committed = self.checkpointer.wait(exports=code == runtime.EXIT_OK)
         self.watchdog.enter("end")
         self.loader.close()
-        if committed and reason == ExitReason.FINISHED:
+        if committed and code == runtime.EXIT_OK:
             self.checkpointer.discard_local()
         self.forward_events()
         checkpoint = self.run.checkpoints / str(self.step)

@@ -298,10 +298,13 @@ def read_config(peft: Mapping[str, Any], model: DecoderConfig, source: str) -> L
         )
     variant: Literal["lora", "rslora", "dora"] = "rslora" if peft.get("use_rslora") else "lora"
     patterns: dict[str, int] = peft.get("rank_pattern") or {}
-    ranks = {
-        name: next((r for key, r in patterns.items() if _fits(key, _in_peft(name, model))), None)
-        for name in targets
-    }
+    full = {target: name for name, target in _linear(model).items()}
+    full = {name: full.get(name, f"model.layers.0.{_in_peft(name, model)}") for name in targets}
+    fits = lambda pattern, name: re.fullmatch(rf"(.*\.)?({pattern})", full[name])
+    try:
+        ranks = {n: next((r for key, r in patterns.items() if fits(key, n)), None) for n in targets}
+    except re.error as error:
+        raise ConfigError(f"{source}: rank_pattern={patterns!r} is no pattern: {error}.") from error
     lora = LoraConfig(
         rank=peft.get("r", 8),
         alpha=float(peft.get("lora_alpha", 8)),
@@ -368,7 +371,3 @@ def _every(model: DecoderConfig) -> LoraConfig:
     """Return settings with all targets of a model."""
     names = (name for product in products_of(model).values() for name in product.names)
     return LoraConfig(rank=1, targets=list(dict.fromkeys(names)))
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.{name}") is not None

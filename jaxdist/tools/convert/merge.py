@@ -55,11 +55,8 @@ def run(config: Config) -> int:
     )
     dtype = jnp.dtype(config.dtype)
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(merge, loaded.params)))
-    text = write_toml(
-        dataclasses.replace(
-            settings_of_run(opened.path, loaded.step), lora=LoraConfig(), init_from=""
-        )
-    )
+    own = settings_of_run(opened.path, loaded.step)
+    text = write_toml(dataclasses.replace(own, lora=LoraConfig(), init_from=""))
     with making_run(out):
         writer = CheckpointWriter(out / "checkpoints" / "0", size * dtype.itemsize)
         for path, leaf in leaves:
