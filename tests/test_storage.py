@@ -121,6 +121,20 @@ def test_failed_write_keeps_the_old_content(folder, monkeypatch):
     assert file.text() == "old" and os.listdir(folder) == ["a"]
 
 
+FORKED = """
+import os, sys
+from jaxdist.runtime.storage import locate
+child = os.fork()
+for _ in range(300):
+    locate(sys.argv[1]).write("x", durable=False)
+sys.exit(child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_forked_processes_may_write_one_file_concurrently(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "file")], check=True)
+
+
 def test_only_one_of_many_concurrent_creators_succeeds(folder):
     made = []
     threads = [

@@ -39,7 +39,7 @@ BLOCK_BYTES = 8 << 20
 
 _MODE = 0o644
 _UNFINISHED = ".writing"  # suffix of files that `write` has not renamed yet
-_OWN = uuid.uuid4().hex[:8]  # id of this process, because several may replace a file concurrently
+_OWN = uuid.uuid4().hex[:8]  # id of this process and its forks: several may replace a file
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -169,8 +169,8 @@ class Location(os.PathLike[str]):
 
     def write(self, data: str | bytes | memoryview, *, durable: bool = True) -> None:
         """Create or replace the file, atomically; `durable` data survive a machine crash."""
-        folder, name = os.path.split(self.path)
-        temporary = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
+        (folder, name), thread = os.path.split(self.path), threading.get_native_id()
+        temporary = os.path.join(folder, f".{name}.{_OWN}-{thread}{_UNFINISHED}")
         try:
             with open(temporary, "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
