@@ -317,9 +317,9 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_602,
-    "package code lines": 47_706,
-    "test lines": 47_591,
+    "package lines": 66_600,
+    "package code lines": 47_704,
+    "test lines": 47_611,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

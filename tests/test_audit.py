@@ -333,6 +333,14 @@ def test_deep_detects_wrong_formula_behind_right_collective(monkeypatch, capsys,
     assert {tuple(one["axes"]) for one in gradients} == (set() if factor == 1 else {("data",)})
 
 
+def test_deep_takes_quantized_weights_and_objectives_that_add_fields(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    flags = ["--objective.kind=kto", "--data.records=labeled", f"--data.sources={tmp_path}"]
+    flags += ["--model.d_model=64", "--model.num_layers=1", "--train.seq_len=8", "--mesh=dp=2"]
+    flags += ["--model.mlp_dim=64", "--lora.rank=2", "--lora.base_format=nf4"]
+    assert differences(read_run(flags, command="test"), jax.devices()[:2]) == []
+
+
 @pytest.mark.slow
 def test_deep_reports_an_axis_on_which_tracing_fails(monkeypatch):
     """jax's own types reject an exchange over another axis if only the pipeline axis is traced."""

@@ -110,6 +110,18 @@ def test_equal_runs_have_equal_digests(parts, diagnose, batches, clean):
     assert [one.numbers for one in again] == [one.numbers for one in clean]
 
 
+def test_digests_are_those_of_an_objective_that_adds_fields_to_the_batch(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    flags = ["--objective.kind=kto", "--data.records=labeled", f"--data.sources={tmp_path}"]
+    flags += ["--lora.rank=2", "--mesh=dp=1", "--model.num_layers=1"]
+    config = read_run([FLAGS[0], *FLAGS[2:-1], *flags], command="test")
+    parts = assemble(config, jax.devices()[:1])
+    batch = jax.device_put(_batch(parts, None), parts.step.batch_sharding)
+    (step,) = rerun_steps(parts, make_diagnostic_step(parts), parts.init_state(), [batch])
+    weight = np.frombuffer(step.digests["weight"], np.float32)
+    assert np.frombuffer(step.digests["loss"], np.float32) / weight == step.numbers["loss"]
+
+
 def test_a_fault_inside_a_layer_is_named_by_the_layer(parts, batches):
     """Both runs start equal; one computes the layer with a marked norm differently."""
     state = parts.init_state()

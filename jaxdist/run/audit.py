@@ -26,7 +26,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.step import make_value_and_grad
+from jaxdist.core.step import make_prepare, make_value_and_grad
 from jaxdist.core.types import Model, Objective, rows_per_example
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.plan.audit import Audit, audit_program
@@ -224,6 +224,7 @@ def shrunken(config: RunConfig, spec: MeshSpec, rows_per_example: int = 1) -> Ru
     return dataclasses.replace(
         config,
         model=config.model.shrunken(num_layers=layers, multiple=multiple),
+        lora=dataclasses.replace(config.lora, base_format="float32"),  # too small for blocks
         pipeline=dataclasses.replace(config.pipeline, layers_per_stage="auto"),
         train=dataclasses.replace(config.train, global_batch_size=rows, seq_len=seq_len),
         precision=dataclasses.replace(
@@ -240,12 +241,9 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 def _step(parts: Parts, fields: Fields | None) -> dict[str, np.ndarray]:
     """Return sums, gradients and gradient norm of one step by name, each an unsharded [...]."""
-    function = make_value_and_grad(
-        parts.model,
-        parts.layout,
-        parts.plan,
-        parts.step.context,
-    )
+    inputs = parts.model, parts.layout, parts.plan, parts.step.context
+    gradients, prepare = make_value_and_grad(*inputs), make_prepare(*inputs)
+    function = lambda params, batch, *rest: gradients(params, prepare(params, batch), *rest)
     shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state().params)
     params = jax.jit(parts.model.init)(jax.random.key(parts.config.seed))
     params = parts.in_execution_order(jax.device_put(params, shardings))

@@ -19,4 +19,5 @@ from jaxdist.core.step.gradients import (
 )
 from jaxdist.core.step.layer_scan import remat_policy
 from jaxdist.core.step.model_context import describe_exchange, make_context
+from jaxdist.core.step.row_logps import make_prepare
 from jaxdist.core.step.train_step import Metrics, Optimizer, Reports, Step, make_step, make_update

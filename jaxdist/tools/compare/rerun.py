@@ -17,7 +17,7 @@ from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.checksum import checksum, checksums
 from jaxdist.core import collectives
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import make_context, make_value_and_grad
+from jaxdist.core.step import make_prepare, make_value_and_grad
 from jaxdist.core.types import Array, Batch, Context, Dims, Model, Params, Sums
 from jaxdist.core.weights import GROUPS
 from jaxdist.data import Loader
@@ -166,9 +166,8 @@ _LANES = 8
 def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]:
     """Return (state, batch [global_batch_size, ...]) -> digests of tensors; no state is donated."""
     model = _with_probe(parts.model) if parts.model.num_layers else parts.model
-    gradients = make_value_and_grad(
-        model, parts.layout, parts.plan, make_context(model, parts.layout, parts.plan)
-    )
+    inputs = parts.layout, parts.plan, parts.step.context
+    gradients, prepare = make_value_and_grad(model, *inputs), make_prepare(parts.model, *inputs)
 
     @jax.jit
     def step(state: TrainState, batch: Batch) -> dict[str, Any]:
@@ -179,7 +178,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
             count = parts.plan.layers.num_stored
             zeros = jnp.zeros((count, len(_STAGES) * _LANES), jnp.float32)
             params = {**params, "layers": {**params["layers"], _PROBE: zeros}}
-        sums, grads, norm = gradients(params, batch, key, scale)
+        sums, grads, norm = gradients(params, prepare(state.params, batch), key, scale)
         if model is not parts.model:
             lanes = grads["layers"].pop(_PROBE)
         return {
