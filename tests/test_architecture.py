@@ -319,7 +319,7 @@ def test_importing_the_package_imports_no_heavy_library():
 SIZE_LIMITS = {
     "package lines": 66_600,
     "package code lines": 47_704,
-    "test lines": 47_611,
+    "test lines": 47_625,
     "two-way folder pairs": 0,
     "settings of a run": 161,
 }

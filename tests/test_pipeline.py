@@ -16,7 +16,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedules import make_schedule
 from jaxdist.core.parallel.pipeline.simulation import simulate
-from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced
+from jaxdist.core.parallel.pipeline.virtual_stages import LayerSplit, balanced, to_model_order
 from jaxdist.settings import problems_of
 
 # The project's contract for float32 across meshes: only the order of sums differs.
@@ -290,3 +290,9 @@ def test_memory_does_not_grow_with_microbatches():
     few, many = (compiled(case).memory_analysis().temp_size_in_bytes for case in cases)
     # From 2p - 1 = 7 microbatches on, 1F1B keeps the same number. The contract is 5 %.
     assert many / few <= 1.05
+
+
+def test_a_tree_without_stacked_layers_keeps_its_order():
+    """Trained arrays may all be outside of them: a head, adapters of dense first layers."""
+    tree = {"first_layers": {"0": np.ones(3)}}
+    assert to_model_order(tree, LayerSplit((2, 1), 2)) is tree

@@ -276,6 +276,14 @@ def test_unsupported_number_format_is_reported(capsys):
     assert missing(text, "t4", "no bfloat16", " float16") == []
 
 
+def test_advice_has_only_settings_that_the_run_allows(capsys):
+    argv = ["--config=llama3_8b", "--gpus=h100:2", "--model.num_experts=2", "--compile=false"]
+    assert main([*argv, "--train.batch_schedule=0:32,9:128", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["plans"]
+    assert advice_of(report, "number format") == []  # products of experts have no narrow format
+    assert "--train.global-batch-size" not in json.dumps(report["advice"])
+
+
 def test_custom_model_has_a_plan(capsys, monkeypatch):
     """Memory, traffic, time and every mesh; the plan reports which formulas only decoders have."""
     monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])

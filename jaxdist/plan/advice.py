@@ -23,7 +23,7 @@ from jaxdist.plan.estimate.cost import (
     break_even,
     checkpoint_bytes,
 )
-from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Candidate, exchanges, smallest_changes
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.options import PlanConfig
@@ -127,10 +127,10 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
 
 def _step_s(plan: Plan, matmul_dtype: Any) -> float:
     job = plan.choice.job
-    if narrow_problems(matmul_dtype, job.model.num_layers, job.cluster.gpu):
+    narrow = narrow_problems(matmul_dtype, job.model.num_layers, job.cluster.gpu)
+    if "experts" in job.model.dims or narrow:
         return math.inf
-    precision = dataclasses.replace(job.config.precision, matmul_dtype=matmul_dtype)
-    config = dataclasses.replace(job.config, precision=precision)
+    config = with_section(job.config, "precision", matmul_dtype=matmul_dtype)
     return estimate_time(Job.of(config, job.spec, job.cluster, job.model)).seconds
 
 

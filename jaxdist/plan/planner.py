@@ -256,7 +256,7 @@ _MOST_ROWS = 1 << 16
 
 
 def largest_batch(job: Job, remat: str) -> Candidate | None:
-    """Return the run with most rows that fits without accumulation of gradients; None if none does.
+    """Return the run with most rows that fits at once; None if none, or with a batch schedule.
 
     Only runs with pipeline stages keep their microbatches. `remat` is the policy, or "auto" for the
     fastest that fits, as in training. The estimate must fit with its error, `TOLERANCE`.
@@ -275,7 +275,7 @@ def largest_batch(job: Job, remat: str) -> Candidate | None:
         jobs = (tried.changed("train", remat=policy) for policy in policies)
         return any(estimate_memory(one).total_bytes * (1 + TOLERANCE) <= limit for one in jobs)
 
-    if not fits(1):
+    if job.config.train.batch_schedule or not fits(1):
         return None
     low, high = 1, 2
     while high <= _MOST_ROWS and fits(high):
@@ -321,8 +321,8 @@ def size_of(config: PlanConfig, cluster: Cluster, model: Model) -> Size | None:
 
 
 def smaller_batch(run: RunConfig, cluster: Cluster, model: Model) -> Candidate | None:
-    """Return the best candidate without a pipeline, the batch halved until one fits; else None."""
-    rows = run.train.global_batch_size
+    """Return the best candidate without stages and schedule, the batch halved until one fits."""
+    rows = 0 if run.train.batch_schedule else run.train.global_batch_size
     while rows := rows // 2:
         smaller = with_section(run, "train", global_batch_size=rows)
         best = search(smaller, cluster, model, stages=False).best

@@ -379,7 +379,7 @@ def _changes(choice: Candidate) -> Iterator[tuple[str, str, Job]]:
         changed = job.changed("optim", moment_dtype="int8")
         why = "each moment takes one byte and a scale per 256 parameters"
         yield "--optim.moment-dtype int8", why, changed
-    rows = 0 if spec[PIPELINE] > 1 else job.rows
+    rows = 0 if spec[PIPELINE] > 1 or config.train.batch_schedule else job.rows
     while rows := rows // 2:
         batch = rows * spec.num_replicas
         changed = job.changed("train", global_batch_size=batch, num_microbatches=1)

@@ -219,10 +219,10 @@ class _Exchange(NamedTuple):
 
 
 def _reorder(tree: Any, split: LayerSplit, *, to_model: bool) -> Any:
-    if _is_in_order(split):
-        return tree
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     stacked = [i for i, (path, x) in enumerate(leaves) if _is_stacked(path, x, split)]
+    if _is_in_order(split) or not stacked:
+        return tree
     arrays = [leaves[i][1] for i in stacked]
     make = _Exchange.of if to_model or not split.is_padded else _Exchange.to_execution
     exchanges = tuple(make(x.sharding.spec, x.shape, x.sharding.mesh) for x in arrays)
