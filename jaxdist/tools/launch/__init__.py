@@ -19,7 +19,7 @@ def log(text: str) -> None:
 def write(text: str) -> None:
     """Write a text to stderr; a full disk or a closed terminal must not end the job."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def run_of(arguments: Sequence[str]) -> str:

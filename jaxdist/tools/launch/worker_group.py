@@ -192,10 +192,10 @@ class Worker:
             self.last_lines.append(text)
             if _SERVICE_MARK in text or 0 < len(self.service_lines) < _SERVICE_LINES:
                 self.service_lines.append(text)
-            # A console that cannot be written must not stop this thread.
+            # A console that cannot be written must not end this thread. Whole lines do not mix.
             with contextlib.suppress(OSError, ValueError):
                 if not self.quiet:
-                    print(prefix + text, flush=True)
+                    print(f"{prefix}{text}\n", end="", flush=True)
         if self._log is not None:
             self._log.close()
 
