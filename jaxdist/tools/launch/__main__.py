@@ -248,10 +248,14 @@ class LaunchConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job on this host, or write or submit one for a scheduler; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] in (["slurm"], ["kubernetes"]):
-        from jaxdist.tools.launch import kubernetes, slurm
+    if words[:1] == ["slurm"]:
+        from jaxdist.tools.launch import slurm
 
-        return {"slurm": slurm, "kubernetes": kubernetes}[words[0]].main(words[1:])
+        return slurm.main(words[1:])
+    if words[:1] == ["kubernetes"]:
+        from jaxdist.tools.launch import kubernetes
+
+        return kubernetes.main(words[1:])
     if words[:1] == ["skypilot"]:
         raise ConfigError(
             "`launch skypilot` was removed. Adapt the task file in docs/kubernetes.md and start it "

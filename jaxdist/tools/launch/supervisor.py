@@ -302,10 +302,14 @@ class Supervisor:
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        is_second, self.stop_signal = self.stop_signal != 0, number
-        if self.group is not None:
-            kills = number == signal.SIGINT and is_second
-            (self.group.kill if kills else self.group.request_stop)()
+        again = self.stop_signal != 0
+        self.stop_signal = number
+        if self.group is None:
+            return
+        if number == signal.SIGINT and again:
+            self.group.kill()
+        else:
+            self.group.request_stop()
 
 
 def _is_here(directory: Location) -> bool:
