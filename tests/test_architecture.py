@@ -317,8 +317,8 @@ def test_importing_the_package_imports_no_heavy_library():
 
 
 SIZE_LIMITS = {
-    "package lines": 66_608,
-    "package code lines": 47_711,
+    "package lines": 66_609,
+    "package code lines": 47_712,
     "test lines": 47_625,
     "two-way folder pairs": 0,
     "settings of a run": 161,

@@ -173,8 +173,9 @@ def split_records(
         )
     first = min(round(len(kept) * (1 - held)), len(kept) - bool(held and len(kept) > 1))
 
-    # Rows of earlier versions have pairs that are cut in their prompts, and another label.
-    score = "-scored" * (kind == "scored") * (1 + (long_records == "cut" and examples.any()))
+    # Earlier versions kept pairs that are cut in their prompts; their rows have another label.
+    drops = long_records == "cut" and examples.any()
+    score = "" if kind != "scored" else "-scored-dropped" if drops else "-scored"
 
     def part(name: str, numbers: np.ndarray) -> RecordRows:
         """Return the rows of the examples with `numbers` int64 [n]; `name` goes into the label."""
